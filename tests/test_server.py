@@ -4,7 +4,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from trl.generation.vllm_client import VLLMClient
@@ -15,7 +14,7 @@ from dc_trl.serving.fit import check_server
 from dc_trl.serving.server import VLLMServer
 
 from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer, program
-from .vllm_server import Serve, requires_vllm, serving, shared_memory, wait_until_gone
+from .vllm_server import Serve, requires_vllm, serving, wait_until_gone
 
 
 pytestmark = requires_vllm
@@ -88,27 +87,6 @@ def test_an_api_key_is_asked_for_and_kept_secret_and_ctrl_c_ends_everything(tmp_
         wait_until_gone(family)
 
 
-def wait_for_engine(processes):
-    """The processes that hold shared memory, and that memory, once the engine has made it; `processes` lists all."""
-    end = time.monotonic() + 180
-    while not (left := shared_memory(processes())):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    return [process for process in processes() if shared_memory([process])], left
-
-
-@pytest.mark.long
-def test_nothing_outlives_a_killed_serve(tmp_path):
-    server = Serve(tmp_path, "--scheme", "fp8")
-    server.wait("starting VLLM")
-    _, left = wait_for_engine(server.family)
-    family = server.family()
-    server.process.kill()
-    server.process.wait()
-    wait_until_gone(family)
-    assert not any(path.exists() for path in left)
-
-
 @pytest.mark.long
 def test_a_server_that_dies_says_why_and_where_its_log_is(tmp_path):
     server = Serve(tmp_path, "--", "--no-such-option")
@@ -129,7 +107,7 @@ def occupied():
     ("options", "words"),
     [
         ({"--model": "/no/such/model"}, ["model='/no/such/model' does not exist"]),
-        ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "Address already in use", "choose another one"]),
+        ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "Address already in use", "choose another port"]),
         ({"--host": "192.0.2.1"}, ["host='192.0.2.1'", "Cannot assign requested address"]),
     ],
 )

@@ -39,7 +39,7 @@ class Split(NamedTuple):
         whole: δ̄.
         shares: by cause, the part of δ̄ that goes away with it, on average over all orders of removal.
         unexplained: δ̄ where all causes are removed. It and the shares add up to the whole.
-        floor: what of δ̄ an engine with any other order of float32 sums would have; see `dc_trl.calibration.floor`.
+        floor: what of δ̄ an engine with any other order of float32 sums would have; see `dc_trl.calibration.causes`.
     """
 
     whole: Estimate

@@ -118,7 +118,6 @@ def run(args: argparse.Namespace) -> None:
         serve_options=args.serve_options,
         bf16=bf16,
         chat_template_kwargs=parse_object("chat_template_kwargs", args.chat_template_kwargs),
-        log_dir=args.output,
         settings={
             "revision": args.revision,
             "train_dtype": args.train_dtype,

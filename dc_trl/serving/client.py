@@ -1,7 +1,6 @@
 """TRL's client of a vLLM server, extended by the weights that the server must hold and by limits of its requests."""
 
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +20,7 @@ LOADING = "loading-"  # prefix of the version of weights that are not completely
 
 
 def require_loaded(version: str | None, url: str) -> None:
-    """Refuse a server whose weights are not all of one version.
-
-    Args:
-        version: weight version that the server reports, or None.
-        url: address of the server, for the message.
-
-    Raises:
-        ServerError: the weights are being loaded, or their load was cut off.
-    """
+    """Raise a `ServerError` if the weights that a server reports are being loaded, or their load was cut off."""
     if version is not None and version.startswith(LOADING):
         raise ServerError(
             f"vLLM at {url} holds weights {version!r}: they are being loaded, or their load was cut off, which "
@@ -152,9 +143,7 @@ class ServerClient(RolloutClient):
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the server's resolved configuration (`VllmConfig`) as a JSON tree."""
-        answer = self.connection.get("/server_info", params={"config_format": "json"})
-        with self.connection.reading("/server_info"):
-            return answer["vllm_config"]
+        return self.connection.get("/server_info", params={"config_format": "json"})["vllm_config"]
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self.connection.get(url.removeprefix(self.base_url), **kwargs)
@@ -178,18 +167,20 @@ class ServerClient(RolloutClient):
             ServerError: the server refused or failed in all tries, or its answer cannot be used for a rollout of its
                 weights.
         """
+        ask = super().generate
+
+        def sample(first: bool) -> dict[str, Any]:
+            if self.weights is None:
+                return ask(*args, **kwargs)
+            self.hold(self.weights, reload=not first)
+            output = ask(*args, **kwargs)
+            self.require_version(self.weight_version(), self.weights)
+            return output
+
         try:
-            return self.connection.persist(lambda first: self._generate(first, *args, **kwargs))
+            return self.connection.persist(sample)
         finally:
             self.seeds.forget()  # not earlier, so that another try samples the same completions
-
-    def _generate(self, first: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if self.weights is None:
-            return super().generate(*args, **kwargs)
-        self.hold(self.weights, reload=not first)
-        output = super().generate(*args, **kwargs)
-        self.require_version(self.weight_version(), self.weights)
-        return output
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -220,11 +211,7 @@ class ServerClient(RolloutClient):
         self.load_checkpoint(str(weights.checkpoint), weights.version)
 
     def require_version(self, served: str, weights: Weights) -> None:
-        """Refuse completions after which the server held another version of the weights.
-
-        Raises:
-            ServerUnavailableError: `served` is not the version of `weights`.
-        """
+        """Raise a `ServerUnavailableError` if the server held another version of the weights after completions."""
         if served != weights.version:
             raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
 
@@ -238,8 +225,8 @@ class ServerClient(RolloutClient):
         Raises:
             ServerError: the server does not fit; the message names the option of `vllm serve` to change.
         """
-        info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
         with self.connection.reading("/server_info"):
+            info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
             check_server(info, layers, config=config, **needs)
         self.vocabulary = config.get_text_config().vocab_size
 
@@ -262,13 +249,10 @@ class ServerClient(RolloutClient):
             ServerUnavailableError: the load failed, or the server is loading other weights.
         """
         self.name_weights(LOADING + weight_version)
-        self._collective_rpc(self._reload_method, weights_path=directory)
+        method = "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
+        self._collective_rpc(method, weights_path=directory)
         self.reset_prefix_cache()
         self.name_loaded(weight_version)
-
-    @cached_property
-    def _reload_method(self) -> str:
-        return "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
 
     def name_weights(self, weight_version: str) -> None:
         """Set the server's name for its present weights.
@@ -285,8 +269,7 @@ class ServerClient(RolloutClient):
         Raises:
             ServerUnavailableError: another client has begun to load other weights into the server.
         """
-        before = self.weight_version()
-        if before == LOADING + weight_version:
+        if self.weight_version() == LOADING + weight_version:
             self.name_weights(weight_version)
         if (served := self.weight_version()) != weight_version:
             raise ServerUnavailableError(

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
@@ -56,11 +56,7 @@ ONE_TRY = Patience()
 
 
 def seconds_to_next_try(failure: object, failed: int, patience: Patience, deadline: Deadline) -> float:
-    """Return the seconds to wait after a number of failed tries.
-
-    Raises:
-        ServerUnavailableError: no try is left; the message has the failure and the limit that was reached.
-    """
+    """Return the seconds to wait after a number of failed tries; a `ServerUnavailableError` says that none is left."""
     if deadline.left == 0:
         limit = f"ddp_timeout, the other processes wait no longer than {deadline.seconds:g} s"
     elif failed > patience.max_retries:
@@ -127,31 +123,30 @@ class Connection:
             ServerRefusedError: the server answered HTTP 4xx.
             ServerError: the server requires an API key.
         """
-        return self._in_time(path, lambda: self.arequest(method, path, **kwargs))
+        return in_coroutine(self.arequest(method, path, **kwargs))
 
     def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the answers to several concurrent requests.
-
-        Raises:
-            ServerError: see `request`; the other requests are abandoned.
-        """
+        """Return the answers to several concurrent requests; if one fails, the others are abandoned."""
         room = asyncio.Semaphore(_MAX_CONCURRENT)
 
         async def ask(body: dict[str, Any]) -> dict[str, Any]:
             async with room:
                 return await self.arequest("POST", path, json=body)
 
-        return self._in_time(path, lambda: all_of(map(ask, bodies)))
+        return in_coroutine(all_of(map(ask, bodies)))
 
     async def arequest(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        """Send a request as `request` does, in an event loop and within `request_timeout`."""
+        """Send a request as `request` does, in an event loop."""
         limit = self.patience.request_timeout
+        if self._deadline is not None:
+            limit = min(limit, self._deadline.left)
         try:
             async with asyncio.timeout(limit):
                 response = await self._send(method, path, **kwargs)
         except (httpx.TimeoutException, TimeoutError) as error:
             raise ServerUnavailableError(
-                f"vLLM at {self.url} did not answer {path} within {self.patience.prefix}request_timeout={limit:g} s"
+                f"vLLM at {self.url} did not answer {path} within {limit:.3g} s "
+                f"({self.patience.prefix}request_timeout, or what is left of ddp_timeout)"
             ) from error
         except httpx.RequestError as error:
             raise ServerUnavailableError(
@@ -163,25 +158,9 @@ class Connection:
         async with httpx.AsyncClient(**self._options) as http:
             return await http.request(method, path, **kwargs)
 
-    def _in_time(self, path: str, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine that queries the server, within the time that its task has left."""
-        left = math.inf if self._deadline is None else self._deadline.left
-        if left == 0:
-            raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
-        try:
-            return in_coroutine(asyncio.wait_for(action(), None if left == math.inf else left))
-        except TimeoutError as error:
-            raise ServerUnavailableError(
-                f"vLLM at {self.url} did not answer {path} within the remaining {left:.3g} s"
-            ) from error
-
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Turn errors of reading an answer in the block into an error of the server.
-
-        Raises:
-            ServerAnswerError: a part of the answer is missing or has another type.
-        """
+        """Turn errors of reading an answer in the block into a `ServerAnswerError`."""
         try:
             yield
         except MALFORMED as error:
@@ -253,11 +232,7 @@ class Connection:
 
 
 def wait_until_one_is_up(servers: Sequence[Connection], timeout: float, report: Callable[[str], None]) -> None:
-    """Wait until one of the servers is up, and report the wait.
-
-    Raises:
-        ServerUnavailableError: no server is up within `timeout` seconds.
-    """
+    """Wait until one of the servers is up, and report the wait; else raise a `ServerUnavailableError`."""
     begin = time.monotonic()
     reported = begin - 10
     setting = "vllm_server_base_url" if len(servers) == 1 else "vllm_server_base_urls"

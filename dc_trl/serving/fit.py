@@ -118,11 +118,7 @@ def is_cpu(info: dict[str, Any]) -> bool:
 
 
 def require_shared_directory(weight_sync_dir: str | None, urls: Sequence[str]) -> None:
-    """Refuse servers on other machines if checkpoints go through the shared memory of this one.
-
-    Raises:
-        ServerError: servers are refused; the message names them.
-    """
+    """Refuse servers on other machines if checkpoints go through the shared memory of this one."""
     away = [url for url in urls if not is_local(url)]
     if weight_sync_dir is None and away:
         stream = ", or weight_sync='nccl'" if len(urls) == 1 else ""

@@ -19,14 +19,7 @@ Fits = Callable[[ServerClient], None]  # raises a ServerError if a server does n
 
 
 class PooledServer:
-    """One of several servers and its state.
-
-    Attributes:
-        client: client that sends its requests.
-        sequences: number of sequences that it runs at a time.
-        lost: why it gets no prompts; None if it gets them.
-        answered: number of prompts that it has answered.
-    """
+    """One of several servers and its state."""
 
     def __init__(self, client: ServerClient, fits: Fits):
         self.client = client
@@ -35,15 +28,11 @@ class PooledServer:
         fits(client)
         info = client.get_server_info()
         self.sequences = info["scheduler_config"]["max_num_seqs"] * info["parallel_config"]["data_parallel_size"]
-        self.lost: str | None = None
-        self.answered = 0
+        self.lost: str | None = None  # why it gets no prompts
+        self.answered = 0  # number of prompts
 
     def prepare(self, weights: Weights | None, deadline: Deadline) -> None:
-        """Make the server hold the weights, in one try; a lost server must be up again, and fit.
-
-        Raises:
-            ServerError: the server is not up, does not fit, or does not hold the weights.
-        """
+        """Make the server hold the weights, in one try; a lost server must be up again, and fit."""
         connection = self.client.connection
         with connection.task(deadline):
             if (reason := connection.why_down()) is not None:
@@ -55,11 +44,7 @@ class PooledServer:
                 self.client.hold(weights, reload=self.lost is not None)
 
     async def complete(self, request: dict[str, Any], weights: Weights | None) -> dict[str, Any]:
-        """Return the answer to a request, if it is from the weights.
-
-        Raises:
-            ServerError: the server refused or failed, or has other weights.
-        """
+        """Return the answer to a request, if it is from the weights."""
         connection = self.client.connection
         body = request | {"model": self.client.model}
         answer = await connection.arequest("POST", "/v1/completions", json=body)
@@ -185,12 +170,7 @@ class ServerPool(RolloutClient):
         servers: list[PooledServer],
         deadline: Deadline,
     ) -> None:
-        """Fill in the answers that are None. Each server takes the next prompt when it has room for its completions.
-
-        Raises:
-            ServerUnavailableError: the deadline has passed.
-            ServerError: a server refused a prompt.
-        """
+        """Fill in the answers that are None. Each server takes the next prompt when it has room for it."""
         left = [number for number, answer in enumerate(answers) if answer is None][::-1]
 
         async def work(server: PooledServer) -> None:
@@ -215,11 +195,7 @@ class ServerPool(RolloutClient):
 
 
 def meet_all(urls: Sequence[str], meet: Callable[[str], T]) -> list[T]:
-    """Return what a function returns for each server. All servers are met at once.
-
-    Raises:
-        ServerError: a server was not met; the message names all of them.
-    """
+    """Return what a function returns for each server, all at once; a `ServerError` names all that were not met."""
     meetings = {url: in_thread(partial(meet, url)) for url in urls}
     wait(meetings.values())
     raise_failures({url: meeting.exception() for url, meeting in meetings.items()})
@@ -227,11 +203,7 @@ def meet_all(urls: Sequence[str], meet: Callable[[str], T]) -> list[T]:
 
 
 def raise_failures(failures: dict[str, BaseException | None]) -> None:
-    """Raise the failures of servers as one error, which is worth another try if each of them is.
-
-    Args:
-        failures: errors by address; None for a server that did not fail.
-    """
+    """Raise the failures of servers, by address, as one error, which is worth another try if each of them is."""
     errors = {url: error for url, error in failures.items() if error is not None}
     for error in errors.values():
         if not isinstance(error, ServerError):

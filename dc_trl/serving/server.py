@@ -71,8 +71,8 @@ def free_port(host: str, port: int) -> int:
             return listener.getsockname()[1]
         except OSError as error:
             raise ValueError(
-                f"host={host!r}, port={port} cannot be listened on ({error.strerror}): end the process that uses the "
-                "port, choose another one, or port 0 for a free one; the host must be an address of this machine."
+                f"host={host!r}, port={port} cannot be listened on ({error.strerror}): choose another port, or 0 for "
+                "a free one; the host must be an address of this machine."
             ) from error
 
 
@@ -91,8 +91,7 @@ class VLLMServer:
         port: port to listen on; 0 for a free one.
         max_model_len: largest number of tokens of prompt and completion together; by default the model's own limit.
         start_timeout: seconds to wait until the server is up.
-        log_path: file to which the server's output is appended. By default it is a temporary file, which is removed
-            when a `with` block of the server ends without an error.
+        log_path: file to which the server's output is appended, by default one in the directory for temporary files.
         options: further options of `vllm serve`. Keys and tokens among them are never shown.
         environment: further environment variables of the server, such as CUDA_VISIBLE_DEVICES.
         report: function that takes an occasional line about what is happening, by default `print`.
@@ -127,7 +126,6 @@ class VLLMServer:
             )
         shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.url = f"http://[{shown_host}]:{self.port}" if ":" in shown_host else f"http://{shown_host}:{self.port}"
-        self._keeps_log = log_path is not None
         self.log_path = Path(log_path or Path(tempfile.gettempdir(), f"vllm-{self.port}-{os.getpid()}.log"))
         self._start_timeout = start_timeout
         self._report = report
@@ -159,11 +157,9 @@ class VLLMServer:
     def pid(self) -> int | None:
         """Process id of the server, None when it does not run."""
         watchdog = self._watchdog  # another thread may be ending it
-        if watchdog is None or watchdog.poll() is not None:
-            return None
         with suppress(psutil.NoSuchProcess):  # it has ended since
-            children = psutil.Process(watchdog.pid).children()
-            return children[0].pid if children else None
+            if watchdog is not None and (children := psutil.Process(watchdog.pid).children()):
+                return children[0].pid
         return None
 
     def start(self) -> None:
@@ -184,35 +180,26 @@ class VLLMServer:
             self._watchdog = start_watchdog(
                 str(_GRACE), *command, env=os.environ | self.environment, stdout=log, stderr=subprocess.STDOUT
             )
+        begin = reported = time.monotonic()
+        connection = Connection(self.url)
         try:
-            self._wait_until_up(self._watchdog)
+            while connection.why_down() is not None:
+                waited = time.monotonic() - begin
+                ended = self._watchdog.poll() is not None
+                if ended or waited > self._start_timeout:
+                    why = f"ended with exit code {self._watchdog.returncode}" if ended else "did not come up"
+                    raise ServerError(
+                        f"vLLM {why} after {waited:.0f} s (start_timeout={self._start_timeout:g}; in a training run, "
+                        f"vllm_server_timeout): {self.last_error()} (log: {self.log_path})"
+                    )
+                if time.monotonic() - reported > 10:
+                    reported = time.monotonic()
+                    self._report(f"vLLM is starting at {self.url}: {waited:.0f} s")
+                time.sleep(0.5)
         except BaseException:
             self.stop()
             raise
-
-    def _wait_until_up(self, watchdog: subprocess.Popen[bytes]) -> None:
-        begin = reported = time.monotonic()
-        connection = Connection(self.url)
-        while True:
-            code = watchdog.poll()
-            waited = time.monotonic() - begin
-            if code is not None:
-                raise ServerError(
-                    f"vLLM ended with exit code {code} after {waited:.0f} s: {self.last_error()} "
-                    f"(log: {self.log_path})"
-                )
-            if connection.why_down() is None:
-                self._report(f"vLLM is up at {self.url} after {waited:.0f} s")
-                return
-            if waited > self._start_timeout:
-                raise ServerError(
-                    f"vLLM did not come up within {self._start_timeout:g} s (start_timeout; in a training run, "
-                    f"vllm_server_timeout). Its last output: {self.last_error()} (log: {self.log_path})"
-                )
-            if time.monotonic() - reported > 10:
-                reported = time.monotonic()
-                self._report(f"vLLM is starting at {self.url}: {waited:.0f} s")
-            time.sleep(0.5)
+        self._report(f"vLLM is up at {self.url} after {time.monotonic() - begin:.0f} s")
 
     def stop(self) -> None:
         """End the server and all its processes, by force if they take longer than 20 seconds."""
@@ -237,11 +224,8 @@ class VLLMServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
-        # Ctrl-C is an orderly end too; an error may have named the file.
-        if not self._keeps_log and not (kind is not None and issubclass(kind, Exception)):
-            self.log_path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -58,22 +58,18 @@ def end_with_parent(process: subprocess.Popen, parent: int, grace: float) -> Non
         process.kill()
 
 
-def run(command: list[str], parent: int, grace: float) -> int:
-    """Run a command until it ends or the starting process does, end all that it started, and return its exit code."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    threading.Thread(target=end_with_parent, args=(process, parent, grace), daemon=True).start()
-    code = process.wait()
-    end_group(process.pid)
-    return code if code >= 0 else 128 - code
-
-
 def main() -> None:
+    """Run the command until it ends or the starting process does, and end all that it started."""
     parent = os.getppid()
     # If all processes of a job are ended together, as SLURM does, the command ends too, and this process cleans up.
     # The signals get a handler, because the command would inherit it if they were ignored.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)
-    sys.exit(run(sys.argv[2:], parent, float(sys.argv[1])))
+    process = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, start_new_session=True)
+    threading.Thread(target=end_with_parent, args=(process, parent, float(sys.argv[1])), daemon=True).start()
+    code = process.wait()
+    end_group(process.pid)
+    sys.exit(code if code >= 0 else 128 - code)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from trl import ModelConfig
 
@@ -73,7 +74,7 @@ def load_adapted(base: PreTrainedModel, base_name: str, name: str) -> PeftModel:
         saved, wanted = load_peft_weights(name, device="cpu").keys(), get_peft_model_state_dict(model).keys()
         if saved != wanted:
             raise ValueError(f"{min(saved ^ wanted)!r} is in one of the two alone")
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, KeyError, SafetensorError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if "mismatch" in line), str(error))
         raise ValueError(
             f"{_FIELD}={name!r} does not fit model_name_or_path={base_name!r} ({reason}): give the adapter's base."

@@ -22,11 +22,9 @@ from ..trainer import DCGRPOTrainer
 from ..trainers.history import HistoryCallback
 from ..trainers.required_servers import require_servers
 from .adapter import AdapterArguments, adapter_of, load_adapted
-from .arguments import RunArguments
+from .arguments import RunArguments, add_callbacks, require_servable, start_server
 from .output import open_output
-from .own_server import require_servable, start_server
 from .problems import load_data
-from .watch import add_callbacks
 
 
 def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrainer, CollapseAlarmCallback | None]:
