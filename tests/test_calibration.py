@@ -15,7 +15,6 @@ from trl import GRPOTrainer
 
 from dc_trl.calibration import calibrate, mismatch
 from dc_trl.calibration.mismatch import batch_tolerance, measure_engine
-from dc_trl.calibration.result import label
 from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
@@ -246,7 +245,7 @@ def test_script_prints_and_keeps_what_it_measured(script, tmp_path, capsys):
     calibration = saved(output)
     for engine in calibration.engines:
         assert f"discrepancy_tolerance: {engine.tolerance.value:#.3g}" in shown
-        assert label(engine.engine) in shown
+        assert engine.engine in shown
         assert (engine.completions, engine.prompts) == (16, 8)
     fp8, bf16 = calibration.engines
     assert bf16.estimates["k3_kl"].value < fp8.estimates["k3_kl"].value
