@@ -316,12 +316,3 @@ def test_script_measures_a_running_fp8_server(script, tmp_path, fp8_server, caps
     split = server.diagnosis.split
     assert server.diagnosis.scheme == "fp8"
     assert split.unexplained.value < 0.2 * split.whole.value
-
-
-@requires_vllm
-def test_server_of_another_model_is_refused(script, tmp_path, fp8_server, tokenizer):
-    make_model(vocab_size=300).save_pretrained(tmp_path / "other")
-    tokenizer.save_pretrained(tmp_path / "other")
-    with pytest.raises(SystemExit) as stop:
-        script("--engine", fp8_server.url, model=tmp_path / "other", output=tmp_path / "out")
-    assert "vocabulary of 262" in stop.value.code

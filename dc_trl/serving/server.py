@@ -187,11 +187,10 @@ class VLLMServer:
                 waited = time.monotonic() - begin
                 ended = self._watchdog.poll() is not None
                 if ended or waited > self._start_timeout:
-                    why = f"ended with exit code {self._watchdog.returncode}" if ended else "did not come up"
-                    raise ServerError(
-                        f"vLLM {why} after {waited:.0f} s (start_timeout={self._start_timeout:g}; in a training run, "
-                        f"vllm_server_timeout): {self.last_error()} (log: {self.log_path})"
-                    )
+                    code = self._watchdog.returncode
+                    limit = f"is not up after start_timeout={self._start_timeout:g} s (a run's vllm_server_timeout)"
+                    why = f"ended with exit code {code} after {waited:.0f} s" if ended else limit
+                    raise ServerError(f"vLLM {why}: {self.last_error()} (log: {self.log_path})")
                 if time.monotonic() - reported > 10:
                     reported = time.monotonic()
                     self._report(f"vLLM is starting at {self.url}: {waited:.0f} s")
