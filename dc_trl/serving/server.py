@@ -233,7 +233,6 @@ def serve(
     scheme: str = "bf16",
     *,
     revision: str = "main",
-    checkpoint_dir: str | os.PathLike[str] | None = None,
     report: Callable[[str], None] = print,
     options: Sequence[str] = (),
     **kwargs: Any,
@@ -244,8 +243,6 @@ def serve(
         model: Hub id or directory of the model; also the name that clients use.
         scheme: one of `dc_trl.quantization.schemes.SCHEMES`.
         revision: revision of the Hub model.
-        checkpoint_dir: directory in which the checkpoint in the scheme is kept, by default a temporary one that is
-            removed after the block. `bf16` needs none.
         report, options, **kwargs: see `VLLMServer`.
 
     Raises:
@@ -253,7 +250,7 @@ def serve(
         ServerError: the server did not come up.
     """
     with temporary_folder("checkpoint") as folder:
-        served = model if scheme == "bf16" else str(checkpoint_dir or folder / "checkpoint")
+        served = model if scheme == "bf16" else str(folder / "checkpoint")
         if scheme == "bf16":
             options = ["--revision", revision, *options]
         # All errors in the arguments are raised before the model is loaded.
