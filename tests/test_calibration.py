@@ -267,7 +267,7 @@ def test_prompts_are_drawn_from_files(tmp_path, tokenizer, capsys):
     bare = tmp_path / "prompts.jsonl"
     questions = [f"{n}+{n}=?" for n in range(10, 20)]
     bare.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
-    file = {"dataset_name": str(bare), "prompt_column": "question"}
+    file = {"dataset_name": str(bare), "prompt_column": "question", "answer_column": "question"}
     drawn = draw(4, **file)
     assert drawn == draw(4, **file) != draw(4, seed=1, **file)
     asked = [message["content"] for (message,) in drawn]

@@ -147,21 +147,6 @@ def test_a_tokenizer_without_chat_template_trains_on_plain_prompts(launch, tmp_p
     assert summary["after"]["problems"] == 8
 
 
-def test_the_shipped_model_is_what_it_says(tokenizer):
-    assert sum(path.stat().st_size for path in TINY_MODEL.iterdir()) < 6e6
-    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL)
-    assert model.config.model_type == "qwen3"
-    assert 0.5e6 <= model.num_parameters() <= 3e6
-    for text in (
-        "héllo 你好 🎉\x00\x07\n\t  lead",
-        "  a \\boxed{3} b",
-        " .,!? don't 's",
-        "\ufeff\u200b\U0001f468\u200d",
-    ):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert len(tokenizer("\\boxed{")["input_ids"]) == 1
-
-
 def test_the_shipped_model_is_as_good_as_its_card_says(tokenizer):
     script = load_script("make_tiny_model")
     card = (TINY_MODEL / "README.md").read_text()
