@@ -91,8 +91,6 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
         ({"discrepancy_tolerance": "high"}, ["discrepancy_tolerance='high'", "number", "'auto'"]),
         ({"discrepancy_tolerance": "-1"}, ["discrepancy_tolerance=-1", "at least 0"]),
         ({"vllm_server_base_urls": "http://a:1"}, ["vllm_server_base_urls='http://a:1'", "use a list"]),
-        ({"vllm_server_base_urls": ["a:1", "b:1"]}, ["vllm_server_base_urls='a:1'", "http://HOST:PORT"]),
-        ({"vllm_server_base_urls": ["http://a:1", "http://a:1/"]}, ["names http://a:1 twice"]),
         # Truth values and lists of other types are true in Python, or iterated over.
         ({"padding_free": "no"}, ["padding_free='no'", "use True or False"]),
         ({"reward_weights": 1.0}, ["reward_weights=1.0", "use a list"]),

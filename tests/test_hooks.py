@@ -28,7 +28,7 @@ STANDARD_LIBRARY = {
 BATCHES = {"batch", "inputs", "slice_", "whole"}  # names of a batch in trainer.py and trainers/
 TRAINERS = {"self", "super()", "trainer", "self._trainer"}
 VLLM = pytest.param("vllm", marks=requires_vllm)
-NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_products", "dc_trl.serving.cpu_reload"}
+NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_reload"}
 
 # What each hook looked like when the code that leans on it was written; see `shape`.
 HOOKS: dict[str, str] = {
@@ -98,10 +98,6 @@ HOOKS: dict[str, str] = {
     "trl.generation.vllm_client.VLLMClient.reset_prefix_cache": "(self)",
     "trl.generation.vllm_client.VLLMClient._get": "(self, url, **kwargs)",
     "trl.generation.vllm_client.VLLMClient._post": "(self, url, **kwargs)",
-    "trl.generation.vllm_client.VLLMClient._generate_from_features": (
-        "(self, prompts, features, sampling_params, max_concurrent_requests)"
-    ),
-    "trl.generation.vllm_client.VLLMClient.image_features": "(self, images, max_concurrent_requests)",
     "trl.generation.vllm_client.VLLMClient.generate": (
         "(self, prompts, features, n, repetition_penalty, temperature, top_p, top_k, min_p, max_tokens, "
         "logprobs, structured_outputs_regex, generation_kwargs)"
