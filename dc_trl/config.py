@@ -15,7 +15,7 @@ from .files import parse_object
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
 from .serving.preflight import require_addresses
-from .settings.contradictions import require_no_contradiction
+from .settings.contradictions import CONTRADICTIONS, refuse, require_effect
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
@@ -199,7 +199,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         # Parses the JSON strings that dict fields hold when they come from a command line.
         super().__post_init__()
         require_division(self)
-        require_no_contradiction(self)
+        require_effect(self)
+        refuse(self, CONTRADICTIONS)
         self._check_sampling()
         self._warn_of_lag()
 

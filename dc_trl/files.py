@@ -9,13 +9,14 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import yaml
 
@@ -175,7 +176,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses duplicate keys: the later value would silently replace the earlier one."""
+    """A safe loader that reads `off`, `no` and dates as words, and refuses duplicate keys.
+
+    The later of two values would silently replace the earlier one.
+    """
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [rule for rule in rules if rule[0].rpartition(":")[2] not in ("bool", "timestamp")]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -183,6 +192,9 @@ class _Loader(yaml.SafeLoader):
             if names.count(name) > 1 and name != "<<":
                 raise ValueError(f"{name!r} stands there twice (line {node.start_mark.line + 1} ff.): remove one.")
         return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(?:true|false)$", re.IGNORECASE), list("tTfF"))
 
 
 def parse_object(option: str, value: Any) -> Mapping[str, Any]:

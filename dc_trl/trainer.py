@@ -181,7 +181,7 @@ class DCGRPOTrainer(RunTrainer):
         self._warned_of_mismatch = False
         self._k3_in_step: list[float] = []  # of the first batches that were sampled with the present weights
         self._seen_first_batch = False  # in the present call of `train`
-        self._statistics = {mode: BatchStatistics.of(args) for mode in ("train", "eval")}
+        self._statistics = {mode: BatchStatistics(args) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from its measurement to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
         # Rewards of the completions that were scored last, of all processes, shape (N, functions), NaN where there is

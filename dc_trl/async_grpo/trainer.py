@@ -44,7 +44,6 @@ from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
 from ..settings.distribution import sharding_of
-from ..settings.reward_functions import checked_reward
 from .config import AsyncDCGRPOConfig
 
 
@@ -126,8 +125,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             raise TypeError(f"args is a {type(args).__name__}: AsyncDCGRPOTrainer needs an AsyncDCGRPOConfig.")
         if args.split_by is not None and (sharding := sharding_of(args)).kind is not None:
             raise ValueError(
-                f"{args.split_setting} reads whole parameters, which {sharding} divides: launch without "
-                "sharding (DDP), or leave it out."
+                f"{args.split_by}={getattr(args, args.split_by)!r} reads whole parameters, which "
+                f"{sharding} divides: launch without sharding (DDP), or leave it out."
             )
         require_startable(
             model=model,
@@ -139,13 +138,10 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             environment_factory=environment_factory,
             reward_elsewhere=rollout_worker is not None,
         )
-        if reward_funcs is not None:
-            functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-            reward_funcs = [checked_reward(function) for function in functions]
         self.form = form_of(args)
         self.correction = correction_of(args)
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
-        self._statistics = BatchStatistics.of(args)
+        self._statistics = BatchStatistics(args)
         self._warned_of_drift = False
         self._step_of_version: dict[int, int] = {}  # the optimizer step of each version of the server's weights
         super().__init__(

@@ -30,15 +30,15 @@ Several corrections combine: the first one gives the weights, and each other one
 it gives 0 itself. ``["token_truncate", "geometric_mask(0.99, 1.01)"]`` is TIS on the trajectories that the mask keeps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..sampled_tokens import LOG_RATIO_BOUND, SampledTokens, trajectory_mean
-from .custom import resolve
+from ..settings.users_function import resolve
 from .settings import ConstraintSettings, parts_of
 
 
@@ -47,11 +47,8 @@ from .settings import ConstraintSettings, parts_of
 ONE_SIDED_BOUND = 20.0
 
 
-class Correction(Protocol):
-    """A correction with its bounds."""
-
-    def __call__(self, tokens: SampledTokens) -> Tensor:
-        """Return the weight of each token, shape (B, T); see the top of this file."""
+# A correction with its bounds: it returns the weight of each token, shape (B, T).
+Correction: TypeAlias = Callable[[SampledTokens], Tensor]
 
 
 def _bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -74,7 +71,6 @@ def token_mask(tokens: SampledTokens, lower: float = 0.0, upper: float = 2.0) ->
 
 
 def _sequence_ratio(tokens: SampledTokens) -> Tensor:
-    """Return Π_t r_t of each trajectory at each of its positions, shape (B, T)."""
     log_ratio = tokens.log_ratio
     return _bounded_exp(log_ratio.sum(-1, keepdim=True)).expand_as(log_ratio)
 
@@ -178,32 +174,25 @@ def correction_of(settings: ConstraintSettings) -> Correction | None:
     Raises:
         ValueError: `rollout_correction` does not name a correction (see `resolve`), or several that do not combine.
     """
-    names = settings.correction_names
-    if not names:
+    if settings.rollout_correction == "none":
         return None
-    if len(names) == 1:
-        bounds = {"lower": settings.rollout_correction_min, "upper": settings.rollout_correction_max}
-        return _bounded(settings.rollout_correction, {name: b for name, b in bounds.items() if b is not None})
-    return _combined(settings)
-
-
-def _bounded(name: str, bounds: Mapping[str, float]) -> Correction:
-    return partial(resolve("rollout_correction", name, CORRECTIONS, **bounds), **bounds)
-
-
-def _combined(settings: ConstraintSettings) -> Correction:
-    said = f"rollout_correction={settings.rollout_correction!r}"
-    for field in ("rollout_correction_min", "rollout_correction_max"):
-        if (bound := getattr(settings, field)) is not None:
-            raise ValueError(
-                f"{field}={bound!r} does not say which of {said} it bounds: leave it out, and write bounds behind a "
-                "name, as in 'token_truncate(0, 2)'."
-            )
     parts = parts_of(settings.rollout_correction)
+    given = {"lower": settings.rollout_correction_min, "upper": settings.rollout_correction_max}
+    of_fields = {name: bound for name, bound in given.items() if bound is not None}
+    said = f"rollout_correction={settings.rollout_correction!r}"
+    if len(parts) == 1:
+        parts[0][1].update(of_fields)
+    elif of_fields:
+        raise ValueError(
+            f"rollout_correction_min and rollout_correction_max do not say which of {said} they bound: leave them "
+            "out, and write bounds behind a name, as in 'token_truncate(0, 2)'."
+        )
     for name, _ in parts[1:]:
         if name in _TRUNCATIONS:
             raise ValueError(f"{said}: {name} masks no token, so only the first correction can be it: put it first.")
-    first, *masks = (_bounded(name, bounds) for name, bounds in parts)
+    first, *masks = (
+        partial(resolve("rollout_correction", name, CORRECTIONS, **bounds), **bounds) for name, bounds in parts
+    )
 
     def correction(tokens: SampledTokens) -> Tensor:
         weights = first(tokens)

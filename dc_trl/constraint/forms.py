@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
 from ..settings.micro_batches import TWO_SIDED
-from .custom import resolve
+from ..settings.users_function import resolve
 from .discrepancy import discrepancy_penalty, signed_discrepancy, token_discrepancy
 from .settings import ConstraintSettings, Measure
 

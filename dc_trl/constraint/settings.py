@@ -1,10 +1,9 @@
 """The settings of the constraint and of the correction, which both trainers have. This module needs no TRL."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..settings.command_line import unknown_field
 from ..settings.fields import setting
 from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
 
@@ -166,14 +165,6 @@ class ConstraintSettings:
         'the replica also has "int3" and "int2", which no engine serves.',
     )
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "ConstraintSettings":
-        """Refuse a misspelt field with the nearest name; Python would only say that it is unexpected."""
-        known = [field.name for field in fields(cls) if field.init]
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(unknown_field(name, known))
-        return super().__new__(cls)
-
     @property
     def correction_names(self) -> tuple[str, ...]:
         """Names of the corrections that `rollout_correction` combines; empty for "none"."""
@@ -223,11 +214,6 @@ class ConstraintSettings:
         return "discrepancy_split" if self.discrepancy_split else None
 
     @property
-    def split_setting(self) -> str | None:
-        """`split_by` with its value, for messages; None where nothing splits."""
-        return None if self.split_by is None else f"{self.split_by}={getattr(self, self.split_by)!r}"
-
-    @property
     def comparison(self) -> str:
         """`compared_by` with its value, for messages; empty where it is None."""
         return "" if self.compared_by is None else f"{self.compared_by}={getattr(self, self.compared_by)!r}"
@@ -245,7 +231,7 @@ def parts_of(correction: str) -> list[tuple[str, dict[str, float]]]:
     """Return name and bounds of each correction that a value of `rollout_correction` combines, in their order.
 
     Raises:
-        ValueError: it is not a list of names, each with at most two bounds, which engines that agree are within.
+        ValueError: it is not a list of names, each with at most two bounds.
     """
     parts, end = [], 0
     while end < len(correction):
@@ -260,12 +246,6 @@ def parts_of(correction: str) -> list[tuple[str, dict[str, float]]]:
                 "most two bounds in parentheses: 'token_truncate, geometric_mask(0.99, 1.01)'."
             )
         name, bounds = found[1], dict(zip(("lower", "upper")[2 - len(numbers) :], numbers, strict=True))
-        agree = 0.0 if name == "tv_mask" else 1.0  # the difference, or the ratio, of engines that agree
-        if not bounds.get("lower", 0.0) <= agree <= bounds.get("upper", 1.0):
-            raise ValueError(
-                f"rollout_correction={correction!r}: the bounds of {name} shut out engines that agree: include "
-                f"{agree:g}."
-            )
         parts.append((name, bounds))
         end = found.end()
     return parts

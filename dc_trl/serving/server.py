@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,7 @@ class VLLMServer:
         environment: dict[str, str] | None = None,
         report: Callable[[str], None] = print,
     ):
-        require_number("port", port, replace(PORT, or_else=(0, "for a free one")))
+        require_number("port", port, PORT)
         if max_model_len is not None:
             require_number("max_model_len", max_model_len, COUNT)
         require_number("start_timeout", start_timeout, ABOVE_0)

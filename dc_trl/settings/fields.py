@@ -7,20 +7,11 @@ default and the help. TRL and transformers declare their fields without ranges: 
 these libraries look at after the first rollout, or never.
 """
 
-from collections.abc import Sequence
 from dataclasses import MISSING, Field, field, fields
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .ranges import (
-    ABOVE_0,
-    AT_LEAST_0,
-    COUNT,
-    SHARE,
-    Range,
-    require_choice,
-    require_number,
-)
+from .ranges import ABOVE_0, AT_LEAST_0, COUNT, SHARE, Range, require_choice, require_number
 
 
 # Ranges of those numbers of TRL and transformers that a run would otherwise meet once its engine is up, or never.
@@ -62,7 +53,6 @@ def declared_default(declared: Field) -> Any:
 
 
 def kinds_of(hint: Any) -> list[Any]:
-    """Return the members of a union, or the annotation itself."""
     return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
 
 
@@ -86,7 +76,7 @@ def choices_of(settings: type) -> dict[str, tuple[Any, ...]]:
 
 
 def require_fields(settings: Any, of: type | None = None) -> None:
-    """Refuse a value that its field does not take: another choice, a number out of range, a word for a truth value.
+    """Refuse a value that its field does not take: another choice, or a number out of range.
 
     A field takes None only where its default is None.
 
@@ -99,7 +89,6 @@ def require_fields(settings: Any, of: type | None = None) -> None:
     """
     choices, ranges = choices_of(type(settings)), ranges_of(type(settings))
     defaults = {declared.name: declared_default(declared) for declared in fields(settings)}
-    hints = get_type_hints(type(settings))
     for name in (declared.name for declared in fields(of or settings)):
         value = getattr(settings, name)
         if value is None and defaults[name] is None:
@@ -108,10 +97,3 @@ def require_fields(settings: Any, of: type | None = None) -> None:
             require_choice(name, value, choices[name])
         if name in ranges:
             require_number(name, value, ranges[name])
-        # With a word as a truth value, and text or a number as a list, Python would go on.
-        kinds = [kind for kind in kinds_of(hints[name]) if kind is not NoneType]
-        if kinds == [bool] and not isinstance(value, bool | None):
-            raise ValueError(f"{name}={value!r} is invalid: use True or False.")
-        a_list = isinstance(value, Sequence | None) and not isinstance(value, str)
-        if len(kinds) == 1 and get_origin(kinds[0]) is list and not a_list:
-            raise ValueError(f"{name}={value!r} is invalid: use a list.")

@@ -1,13 +1,11 @@
-"""Reward functions that a user writes: calling them as TRL does, and checking what they return."""
+"""Reward functions that a user writes: calling them as TRL does, and refusing what would harm a training silently."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 
@@ -21,36 +19,6 @@ RewardFunction = Callable[..., list[float | None]]
 LARGEST = 1e18
 
 
-class CheckedReward:
-    """A reward function whose rewards are checked before they become advantages. Picklable if the function is.
-
-    Args:
-        reward: the function, which is not async.
-        name: in messages and metrics.
-    """
-
-    def __init__(self, reward: Callable[..., Any], name: str):
-        self._reward: Callable[..., Any] = reward
-        self.__name__ = name  # which TRL reads
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return require_rewards(self.__name__, self._reward(*args, **kwargs), len(kwargs["prompts"]))
-
-
-class AsyncCheckedReward(CheckedReward):
-    """The same for an async function, which TRL has to recognise as one."""
-
-    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return require_rewards(self.__name__, await self._reward(*args, **kwargs), len(kwargs["prompts"]))
-
-
-def checked_reward(reward: Callable[..., Any], name: str | None = None) -> CheckedReward:
-    """Wrap a reward function, which may be async, so that it refuses what `require_rewards` refuses."""
-    if isinstance(reward, CheckedReward):
-        return reward
-    return (AsyncCheckedReward if is_async(reward) else CheckedReward)(reward, name or reward_name(reward))
-
-
 def reward_name(reward: Callable[..., Any]) -> str:
     """Return the name that TRL gives a reward function: the function's, also within `partial`, or the class's."""
     while isinstance(reward, functools.partial):
@@ -58,44 +26,8 @@ def reward_name(reward: Callable[..., Any]) -> str:
     return getattr(reward, "__name__", type(reward).__name__)
 
 
-def is_async(reward: Callable[..., Any]) -> bool:
-    """Return whether a reward function returns a coroutine, as TRL sees it."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
-
-
-def require_rewards(name: str, rewards: Any, completions: int) -> list[float | None]:
-    """Return what a reward function returned for so many completions as numbers.
-
-    It is a list, tuple, array or tensor of numbers. `None` and NaN mean that there is no reward for a completion.
-
-    Raises:
-        TypeError: it is not such a collection, or holds something else than numbers.
-        ValueError: there are more or fewer rewards than completions, or one is larger than `LARGEST`.
-    """
-    remedy = "return one for each completion, a number or None"
-    if isinstance(rewards, str | bytes | Mapping | Set):
-        raise TypeError(f"reward function {name!r} returned {excerpt(rewards)}, a {type(rewards).__name__}: {remedy}.")
-    try:
-        values = [math.nan if value is None else float(value) for value in rewards]
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: a tensor of several numbers
-        raise TypeError(f"reward function {name!r} returned {excerpt(rewards)} ({error}): {remedy}.") from error
-    if len(values) != completions:
-        raise ValueError(
-            f"reward function {name!r} returned {len(values)} rewards for {completions} completions: {remedy}."
-        )
-    for row, value in enumerate(values):
-        if abs(value) > LARGEST:
-            raise ValueError(
-                f"reward function {name!r} returned {value:g} for completion {row}: advantages would be 0 or "
-                f"infinite. Return finite numbers of at most {LARGEST:g}, None where there is no reward."
-            )
-    return [None if math.isnan(value) else value for value in values]
-
-
 def require_finite(named: str, rewards: Tensor) -> None:
-    """Refuse rewards of models, or weighted sums, of shape (B,), of which one is not finite or above `LARGEST`."""
+    """Refuse rewards, or weighted sums, of shape (B,), of which one is not finite or above `LARGEST`."""
     wrong = ~(rewards.abs() <= LARGEST)
     if wrong.any():
         row = int(wrong.nonzero()[0])
@@ -112,20 +44,8 @@ def excerpt(value: Any) -> str:
 
 
 def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
-    """Call a reward function, which may be async, with arguments as TRL passes them, `prompts` among them.
-
-    Returns:
-        One reward for each prompt; None where the function returned None or NaN.
-
-    Raises:
-        TypeError, ValueError: see `require_rewards`.
-    """
-    rewards: Any = checked_reward(reward)(**arguments)
-    if inspect.iscoroutine(rewards):
-        # In a thread of its own: in a notebook, this thread runs an event loop already.
-        with ThreadPoolExecutor(1, "dc_trl-reward") as pool:
-            rewards = pool.submit(asyncio.run, rewards).result()
-    return rewards
+    """Call a reward function with arguments as TRL passes them; None where it returned None or NaN."""
+    return [None if value is None or math.isnan(value) else float(value) for value in reward(**arguments)]
 
 
 def require_callable(

@@ -18,7 +18,7 @@ from ..quantization.policy import base_model
 from ..settings.distribution import sharding_of
 from ..settings.micro_batches import TWO_SIDED
 from ..settings.paths import shipped
-from ..settings.reward_functions import checked_reward, excerpt, require_finite
+from ..settings.reward_functions import excerpt, require_finite
 from ..trl_hooks import HookedTrainer
 from .required_servers import config_of, require_servers
 
@@ -109,8 +109,6 @@ class Gate:
     def require_fit(self, trainer: HookedTrainer) -> None:
         """Refuse a loaded policy that would not learn, or does not fit tokenizer, prompts and rewards.
 
-        The reward functions of the trainer check their results from now on.
-
         Raises:
             ValueError: the policy or a reward model is refused; the message says why, with the remedy.
         """
@@ -139,10 +137,6 @@ class Gate:
             self._limits.warn(trainer.tokenize(prompts, words)[0], words)
 
     def _check_rewards(self, trainer: HookedTrainer) -> None:
-        trainer.reward_funcs = [
-            function if isinstance(function, nn.Module) else checked_reward(function, name)
-            for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
-        ]
         if not trainer.reward_weights.any():
             logger.warning(
                 f"reward_weights={trainer.reward_weights.tolist()}: all advantages will be 0, so nothing is learned. "
@@ -182,7 +176,7 @@ class Gate:
 
     @staticmethod
     def require_finite_rewards(trainer: HookedTrainer, rewards: Tensor) -> None:
-        """Refuse rewards of models, and weighted sums, that are not finite; functions are checked when they return.
+        """Refuse rewards, and weighted sums, that are not finite. A function may give none, a model may not.
 
         Args:
             trainer: trainer of the rewards.
@@ -192,8 +186,8 @@ class Gate:
             ValueError: one is not finite.
         """
         for function, name, column in zip(trainer.reward_funcs, trainer.reward_func_names, rewards.T, strict=True):
-            if isinstance(function, nn.Module):
-                require_finite(f"the reward model {name!r}", column)
+            of_model = isinstance(function, nn.Module)
+            require_finite(f"the reward of {name!r}", column if of_model else column.where(~column.isnan(), 0.0))
         weighted = rewards.nan_to_num(0.0) * trainer.reward_weights.to(rewards.device)
         require_finite(f"reward_weights={trainer.reward_weights.tolist()}: the weighted sum", weighted.sum(1))
 
