@@ -10,7 +10,6 @@ has 0.0002. What a lag or a run adds is therefore counted from the run's own lev
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ..settings.micro_batches import TWO_SIDED
 from .settings import PUSHES, ConstraintSettings
 
 
@@ -86,8 +85,7 @@ def drift_warning(
     constrained = settings.constraint != "none"
     if constrained and ":" in settings.constraint_form:
         return None  # a function of the user's own, of which we have no runs
-    # The two-sided forms read neither the sampler nor its lag; in two bits in step they did no harm.
-    form = settings.constraint_form if constrained and settings.constraint_form not in TWO_SIDED else None
+    form = settings.constraint_form if constrained else None
     named = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
     far, finding = FAR + _NOISE * level, "our runs of GRPO with weights that lag lost 8 points of accuracy or more"
     pulls = form is not None or clips or bool(_CLIPS & {*settings.correction_names})
