@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -155,7 +155,13 @@ def read_object(path: Path) -> dict[str, Any]:
         ValueError: the file holds something else; the message names it.
         OSError: the file cannot be read.
     """
-    return dict(_parse(str(path), read_text(path), "repair or remove the file"))
+    try:
+        found = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): repair or remove the file.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no JSON object: repair or remove the file.")
+    return found
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -195,25 +201,6 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(?:true|false)$", re.IGNORECASE), list("tTfF"))
-
-
-def parse_object(option: str, value: Any) -> Mapping[str, Any]:
-    """Return the JSON object that an option holds, as text or already parsed.
-
-    Raises:
-        ValueError: the option holds something else; the message names the option and its value.
-    """
-    return _parse(f"{option}={value!r}", value, "write '{\"name\": value}'")
-
-
-def _parse(named: str, value: Any, remedy: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{named} is not JSON ({error}): {remedy}.") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{named} is no JSON object: {remedy}.")
-    return found
 
 
 def set_aside(files: Iterable[Path]) -> dict[Path, Path]:

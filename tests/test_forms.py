@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dc_trl.constraint.forms import PROBABILITY_FLOOR, form_of, through_advantages
+from dc_trl.constraint.forms import PROBABILITY_FLOOR, form_of
 from dc_trl.constraint.lagrangian import LagrangeMultiplier
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
@@ -140,7 +140,7 @@ def test_what_is_only_measured_has_no_form():
 def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
     delta = (TRAIN.exp() - INFER.exp()).abs()
     penalty = delta.where(SCORED & (delta > 0.1), 0.0)
-    ranks = [BatchStatistics() for _ in range(2)]
+    ranks = [BatchStatistics(ConstraintSettings()) for _ in range(2)]
     for row, rank in enumerate(ranks):
         for _ in range(2):  # each row twice
             rows = slice(row, row + 1)
@@ -205,9 +205,3 @@ def test_what_is_no_such_function_is_refused_when_the_configuration_is_made(own_
     others = {"constraint": "static"} if field == "constraint_form" else {"rollout_correction_max": 3.0}
     with pytest.raises(ValueError, match=f"{field}={name!r}.*{said}"):
         make_config(tmp_path, **{field: name} | {"constraint": "none"} | others)
-
-
-def test_a_coefficient_of_another_shape_is_refused():
-    settings = ConstraintSettings(constraint="static")
-    with pytest.raises(ValueError, match=r"returned shape \(2,\) for tokens of shape \(2, 3\)"):
-        through_advantages(lambda tokens, measure: tokens.advantages, settings)(TOKENS, 1.0)

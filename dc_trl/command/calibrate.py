@@ -26,7 +26,6 @@ from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
 from ..calibration.tables import print_calibration
 from ..data.benchmarks import BENCHMARKS
-from ..files import parse_object
 from ..report.figures import save_figure
 from ..rollouts.engines import ENGINE_HELP, EngineSpec
 from ..serving.errors import ServerError
@@ -35,6 +34,7 @@ from ..settings.command_line import (
     add_fields,
     add_model,
     add_serve_options,
+    add_template,
     leave_on_sigterm,
     refused_in_one_line,
     say,
@@ -80,40 +80,26 @@ def make_parser() -> OptionParser:
         "--benchmark", metavar="NAME[=FILE]", help=f"one of {', '.join(BENCHMARKS)}, as for dc-trl evaluate"
     )
     add_fields(prompts, DataArguments, *DATA_FIELDS)
-    prompts.add_argument("--chat_template_kwargs", default="{}", help="'{\"enable_thinking\": false}'")
+    add_template(prompts)
     prompts.add_argument("--prompts", type=int, default=128, help="how many, drawn at random (default: 128)")
 
     for title, names in SETTINGS.items():
         add_fields(parser.add_argument_group(title), CalibrationSettings, *names)
     parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu", replica_batch=256)
 
-    causes = parser.add_argument_group("the causes")
-    causes.add_argument(
+    output = parser.add_argument_group("the results")
+    output.add_argument(
         "--no_split",
         dest="split",
         action="store_false",
-        help="do not split δ̄ into its causes, which takes a scoring pass for each set of causes: 2 for bf16, 4 for "
-        "int4, 8 for fp8 and int8, and one for the floor",
+        help="do not split δ̄ into its causes, which takes up to nine scoring passes",
     )
-
-    output = parser.add_argument_group("the results")
     output.add_argument(
         "--fail_above", type=float, metavar="X", help="end with exit code 1 if a measured δ̄ is above X; for CI"
     )
     output.add_argument("--output", type=Path, default=Path("runs", "calibration"), help="directory of the results")
     output.add_argument("--overwrite", action="store_true", help="replace the calibration that is there")
     return parser
-
-
-def require_device(name: str) -> None:
-    """Refuse a device that torch does not know, or that is not available."""
-    try:
-        torch.ones(1, device=name).item()
-    except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"device={name!r} cannot be used ({reason}): use cpu, or cuda where there is a GPU."
-        ) from error
 
 
 def run(args: argparse.Namespace) -> None:
@@ -125,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
         split=args.split,
         serve_options=args.serve_options,
         bf16=bf16,
-        chat_template_kwargs=parse_object("chat_template_kwargs", args.chat_template_kwargs),
+        chat_template_kwargs=args.chat_template_kwargs,
         log_dir=args.output,
         settings={
             "revision": args.revision,
@@ -135,7 +121,6 @@ def run(args: argparse.Namespace) -> None:
         report=say,
     )
     engines = [EngineSpec.parse(word) for word in args.engine]
-    require_device(args.device)
     config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
     if hasattr(config, "quantization_config"):
         raise ValueError(
@@ -143,8 +128,7 @@ def run(args: argparse.Namespace) -> None:
         )
     if (args.output / CALIBRATION_FILE).exists() and not args.overwrite:
         raise ValueError(
-            f"output='{args.output}' holds a calibration already: choose another --output, or replace it with "
-            "--overwrite."
+            f"output='{args.output}' holds a calibration already: choose another --output, or give --overwrite."
         )
     args.output.mkdir(parents=True, exist_ok=True)
     require_engines(engines, config)

@@ -2,9 +2,8 @@
 
     dual_window: Annotated[int, COUNT] = setting(1, "Number of generation batches that δ̄ is averaged over.")
 
-The annotation has the type, the choices (`Literal`) and the range (`Annotated` with a `Range`); the call has the
-default and the help. TRL and transformers declare their fields without ranges: `TRL_RANGES` and `TRL_CHOICES` add what
-these libraries look at after the first rollout, or never.
+TRL and transformers declare their fields without ranges: `TRL_RANGES` and `TRL_CHOICES` add what these libraries look
+at after the first rollout, or never.
 """
 
 from dataclasses import MISSING, Field, field, fields
@@ -33,12 +32,7 @@ TRL_CHOICES: dict[str, Any] = {
 
 
 def setting(default: Any, meaning: str) -> Any:
-    """Declare a field of a dataclass.
-
-    Args:
-        default: value of the field; each instance has its own copy of a list.
-        meaning: help of the option, in full sentences that name other fields as they are.
-    """
+    """Declare a field of a dataclass with its default, of which each instance has a copy, and its help."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": meaning})
     return field(default=default, metadata={"help": meaning})
@@ -76,9 +70,7 @@ def choices_of(settings: type) -> dict[str, tuple[Any, ...]]:
 
 
 def require_fields(settings: Any, of: type | None = None) -> None:
-    """Refuse a value that its field does not take: another choice, or a number out of range.
-
-    A field takes None only where its default is None.
+    """Refuse a value that its field does not take: another choice, a number out of range, None without such a default.
 
     Args:
         settings: an instance of a dataclass, as its user has filled it.

@@ -1,4 +1,4 @@
-"""The small files behind a model's name: what is missing or broken is refused before the weights are loaded."""
+"""The small files behind a model's name: what is missing is refused before the weights are loaded."""
 
 from typing import Any
 
@@ -8,12 +8,9 @@ from .paths import require_model_path
 
 
 def load_config(name: str, field: str = "model_name_or_path", **options: Any) -> PretrainedConfig:
-    """Load the configuration of a model, with options of `from_pretrained`; refuse one that cannot be loaded."""
+    """Load the configuration of a model, with options of `from_pretrained`; refuse a path without one."""
     require_model_path(name, field)
-    try:
-        return AutoConfig.from_pretrained(name, **options)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"{field}={name!r} cannot be loaded: {error}") from error
+    return AutoConfig.from_pretrained(name, **options)
 
 
 def load_config_and_tokenizer(
@@ -28,14 +25,12 @@ def load_config_and_tokenizer(
         **options: of `from_pretrained`: revision, trust_remote_code.
 
     Raises:
-        ValueError: there is no such model, or it has no tokenizer.
+        ValueError, OSError: there is no such model, or it has no tokenizer.
     """
     config = load_config(name or "", field, **options)
-    tokenizer_options = options if padding_side is None else options | {"padding_side": padding_side}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **tokenizer_options)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"{field}={name!r} cannot be loaded: its tokenizer: {error}") from error
+    tokenizer = AutoTokenizer.from_pretrained(
+        name, **(options if padding_side is None else options | {"padding_side": padding_side})
+    )
     if not tokenizer("1", add_special_tokens=False)["input_ids"]:
         # What transformers makes of a directory without a tokenizer's files.
         raise ValueError(f"{field}={name!r} holds no tokenizer: save one there with tokenizer.save_pretrained.")

@@ -9,14 +9,8 @@ from typing import Any
 def import_function(setting: str, module: str, function: str, remedy: str) -> Callable[..., Any]:
     """Return a function of a module that Python can import.
 
-    Args:
-        setting: name and value of the setting, for the message.
-        module: dotted name of the module.
-        function: name of the function in it.
-        remedy: what to do where there is no such function, for the message.
-
     Raises:
-        ValueError: the module cannot be imported, or has no such function.
+        ValueError: there is no such module or function; the message begins with `setting` and ends with `remedy`.
     """
     try:
         found = getattr(import_module(module), function, None)
@@ -30,14 +24,8 @@ def import_function(setting: str, module: str, function: str, remedy: str) -> Ca
 def resolve(field: str, name: str, registered: Mapping[str, Callable[..., Any]], **arguments: Any) -> Any:
     """Return the function that a setting names: a registered one, or `module:function` of the user's.
 
-    Args:
-        field: name of the setting, for messages.
-        name: value of the setting.
-        registered: registered functions by name.
-        arguments: keyword arguments that the function will be called with; its signature has to take them.
-
     Raises:
-        ValueError: the name is unknown, there is no such function, or it does not take the arguments.
+        ValueError: the name is unknown, or the function cannot be called with the sampled tokens and `arguments`.
     """
     if name in registered:
         return registered[name]
