@@ -66,7 +66,7 @@ def test_an_unknown_command_gets_the_nearest_name(word, name, capsys):
         ("train --lamda_init 0.5", "--lamda_init is no field of the configuration: did you mean --lambda_init?"),
         ("train --max_step 3", "did you mean --max_steps?"),  # would be an abbreviation
         ("train --max_steps many", "invalid int value: 'many'"),
-        ("train --config quikstart", "config='quikstart' is no file: did you mean quickstart?"),
+        ("train --config quikstart", "config='quikstart' is no file: give the path of a YAML file"),
         ("train --config wrong.yaml", "lamda_lr is no field of the configuration: did you mean lambda_lr?"),
         ("calibrate --model a/b", "the following arguments are required: --engine"),
         ("evaluate --model ./none", "model='./none' does not exist"),

@@ -402,11 +402,10 @@ def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--benchmarks", "amc23=x.jsonl"], "benchmarks='x.jsonl' does not exist"),
+        (["--benchmarks", "amc23=x.jsonl"], "benchmarks='x.jsonl' is no data file"),
         (["--temperature", "-1"], "temperature=-1.0 is invalid: use a finite number, at least 0"),
         (["--engine", "http://127.0.0.1:9"], "connection to vLLM at http://127.0.0.1:9"),
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
-        (["--chat_template_kwargs", "false"], "chat_template_kwargs"),
     ],
 )
 def test_what_the_script_refuses(tmp_path, script, options, words):

@@ -203,23 +203,10 @@ def test_a_tokenizer_without_chat_template_trains_on_plain_prompts(launch, tmp_p
     assert summary["after"]["problems"] == 8
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
-    [
-        ("tokenizer.json", b"{}", "cannot be loaded ("),
-        ("config.json", b"<html>", "cannot be loaded ("),
-        ("chat_template.jinja", b"{% if", "cannot be loaded (TemplateSyntaxError): unexpected"),
-        ("tokenizer*", None, "holds no tokenizer: save one there"),
-    ],
-)
-def test_a_model_with_a_broken_or_missing_file(tmp_path, file, content, words):
-    model = tmp_path / "model"
-    shutil.copytree(TINY_MODEL, model)
-    for path in model.glob(file):
-        path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(ValueError, match="model") as refused:
-        load_config_and_tokenizer(str(model))
-    assert words in str(refused.value)
+def test_a_model_without_a_tokenizer(tmp_path):
+    shutil.copytree(TINY_MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(ValueError, match="holds no tokenizer: save one there"):
+        load_config_and_tokenizer(str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(

@@ -87,10 +87,10 @@ def drift_warning(
         return None  # a function of the user's own, of which we have no runs
     form = settings.constraint_form if constrained else None
     named = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
-    far, finding = FAR + _NOISE * level, "our runs of GRPO with weights that lag lost 8 points of accuracy or more"
+    far, finding = FAR + _NOISE * level, "our runs with such a lag lost 8 points or more: use recipe='lag'"
     pulls = form is not None or clips or bool(_CLIPS & {*settings.correction_names})
     if form in PUSHES:
-        finding = "most of our runs with λ 0.1 or more ended without reward"
+        finding = "most of our runs with λ 0.1 or more ended without reward: use constraint='none'"
     elif pulls and not may_lag:
         far, finding = PULLS_HARM_IN_STEP, "our runs in step lost most of the accuracy: use train_through_quantization"
         if form is None:

@@ -180,8 +180,10 @@ class Gate:
             ValueError: one is not finite.
         """
         for function, name, column in zip(trainer.reward_funcs, trainer.reward_func_names, rewards.T, strict=True):
-            of_model = isinstance(function, nn.Module)
-            require_finite(f"the reward of {name!r}", column if of_model else column.where(~column.isnan(), 0.0))
+            if isinstance(function, nn.Module):
+                require_finite(f"the reward model {name!r}", column)
+            else:
+                require_finite(f"the reward function {name!r}", column.where(~column.isnan(), 0.0))
         weighted = rewards.nan_to_num(0.0) * trainer.reward_weights.to(rewards.device)
         require_finite(f"reward_weights={trainer.reward_weights.tolist()}: the weighted sum", weighted.sum(1))
 
