@@ -4,13 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .constraint.corrections import correction_of
 from .constraint.forms import coefficient_of
 from .constraint.settings import Constraint, ConstraintSettings, read_correction, read_tolerance
-from .constraint.thresholds import lag_warning
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
 from .serving.preflight import require_addresses
@@ -20,8 +18,6 @@ from .settings.fields import require_fields, setting
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe
 
-
-logger = get_logger(__name__)
 
 HubDeployment = Literal["subfolder", "none"]
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
@@ -72,20 +68,17 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     drop_zero_std_groups: bool = setting(
         False,
-        "In training, leave the completions of a prompt that all got the same reward out of the loss and of δ̄ "
-        "(arXiv 2602.01826).",
+        "In training, leave prompts whose completions all got the same reward out of loss and δ̄ (arXiv 2602.01826).",
     )
     train_through_quantization: bool = setting(
         None,
-        "Let the policy's layers compute with the weights and activations of deployment_scheme, in bfloat16, as the "
-        "engine does; gradients pass the rounding unchanged (straight-through). If it is not set, recipe decides. See "
-        "docs/aligned.md.",
+        "Let the policy's layers compute with weights and activations of deployment_scheme, as the engine does, and "
+        "gradients pass the rounding unchanged; see docs/aligned.md. If it is not set, recipe decides.",
     )
     score_centering: bool = setting(
         False,
         "Take the mean of the score ∇ log π_train(v) over the sampler's distribution away from the score of each "
-        "sampled token (arXiv 2609.20807), which removes the gradient's drift where the engines differ; see "
-        "docs/corrections.md.",
+        "sampled token (arXiv 2609.20807); see docs/corrections.md.",
     )
     score_centering_top_k: Annotated[int | None, COUNT] = setting(
         None,
@@ -99,9 +92,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     padding_free: bool = setting(
         False,
-        "Let forward passes of training compute real tokens only, the sequences of a micro-batch in one row. This "
-        "needs a text model without recurrent layers, with FlashAttention, FlexAttention or SDPA; see "
-        "docs/fast_loop.md.",
+        "Let forward passes of training compute real tokens only, the sequences of a micro-batch in one row; "
+        "docs/fast_loop.md says with which models and attention.",
     )
     weight_sync: Literal["auto", "nccl", "checkpoint"] = setting(
         "auto",
@@ -111,8 +103,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     weight_sync_dir: str | None = setting(
         None,
-        "Directory for checkpoints on their way, which trainer and vLLM server both see under this path. If it is "
-        "not set, shared memory (/dev/shm) is used, for a server on the same machine.",
+        "Directory for checkpoints on their way, which trainer and vLLM server both see under this path; by default "
+        "shared memory (/dev/shm), for a server on the same machine.",
     )
     weight_sync_steps: Annotated[int, COUNT] = setting(
         1,
@@ -131,8 +123,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     vllm_request_timeout: Annotated[float | None, ABOVE_0] = setting(
         None,
-        "Seconds that a request to the vLLM server may take. If it is not set, 3600; with several processes at most "
-        "nine tenths of ddp_timeout.",
+        "Seconds that a request to the vLLM server may take, by default 3600; at most nine tenths of ddp_timeout.",
     )
     vllm_max_retries: Annotated[int, WHOLE] = setting(
         3,
@@ -141,13 +132,11 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     hub_deployment: HubDeployment = setting(
         "subfolder",
-        'Where a push puts the deployment checkpoint: "subfolder" is deployment/ of hub_model_id, and "none" pushes '
-        "none.",
+        'Where a push puts the deployment checkpoint: "subfolder" is deployment/ of hub_model_id; "none": nowhere.',
     )
     hub_base_model_id: str | None = setting(
         None,
-        "Hub id of the model that is trained, where it is loaded from a directory; a pushed adapter and the model "
-        "card name their base by it.",
+        "Hub id of a model that is loaded from a directory, by which a push names the base of adapter and card.",
     )
     length_aware_batches: bool = setting(
         True,
@@ -161,32 +150,45 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     export_run: bool = setting(
         True,
-        "train leaves history.jsonl, settings.json and run.png in output_dir, and with deployment_scheme also the "
-        "deployable checkpoint (deployment/), as save_model does; see docs/tour.md. With false there are only TRL's "
-        "files.",
+        "Leave history.jsonl, settings.json and run.png in output_dir, and with deployment_scheme also the deployable "
+        "checkpoint (deployment/), as save_model does; see docs/tour.md.",
     )
 
     def __post_init__(self):
         require_choice("recipe", self.recipe, Recipe)
-        self._fill_in()
-        self._check_values()
+        open_correction = self.vllm_importance_sampling_correction is None
+        for name, value in RECIPES[self.recipe].items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if open_correction and self.recipe == "trl":  # on by default there, unless something of ours takes its place
+            self.vllm_importance_sampling_correction = self.use_vllm and self.compared_by is None
+        self.rollout_correction = read_correction(self.rollout_correction)
+        require_fields(self)
+        self.fill_in_multiplier()
+        coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
+        correction_of(self)
+        self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
+        if self.vllm_server_base_url is not None:
+            require_addresses("vllm_server_base_url", [self.vllm_server_base_url])
+        if self.vllm_server_base_urls is not None:
+            require_addresses("vllm_server_base_urls", self.vllm_server_base_urls)
+        for weight in self.reward_weights or []:
+            require_number("reward_weights", weight, FINITE)
+        if self.deployment_scheme is not None:
+            written = self.use_vllm or (self.push_to_hub and self.hub_deployment != "none")
+            (require_served_scheme if written else require_scheme)(self.deployment_scheme)
         # Parses the JSON strings that dict fields hold when they come from a command line.
         super().__post_init__()
         require_division(self)
         require_effect(self)
         refuse(self, CONTRADICTIONS)
         self._check_sampling()
-        if self.weight_sync_steps > 1 or self.rollout_overlap:
-            lagging = "weight_sync_steps" if self.weight_sync_steps > 1 else "rollout_overlap"
-            if (warning := lag_warning(self, f"{lagging}={getattr(self, lagging)!r}")) is not None:
-                logger.warning(warning)
 
     @property
     def vllm_time_limit(self) -> float:
         """Seconds that one rollout or synchronization through a vLLM server may take, with all its tries.
 
-        In a single process there is no limit. Several wait for the main one no longer than `ddp_timeout`; a tenth of
-        it is left for them to hear of a failure, so that all of them save the run.
+        Several processes wait for the main one no longer than `ddp_timeout`, a tenth of which is left for a failure.
         """
         return 0.9 * self.ddp_timeout if self.world_size > 1 else math.inf
 
@@ -219,34 +221,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         own = {name: getattr(self, name) for name in (*TRUNCATIONS, "repetition_penalty")}
         return own | (self.generation_kwargs or {})
 
-    def _fill_in(self) -> None:
-        """Give the fields that are left open the values of the recipe, or else TRL's."""
-        open_correction = self.vllm_importance_sampling_correction is None
-        for name, value in RECIPES[self.recipe].items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        if open_correction and self.recipe == "trl":  # on by default there, unless something of ours takes its place
-            self.vllm_importance_sampling_correction = self.use_vllm and self.compared_by is None
-
-    def _check_values(self) -> None:
-        self.rollout_correction = read_correction(self.rollout_correction)
-        require_fields(self)
-        self.fill_in_multiplier()
-        coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
-        correction_of(self)
-        self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
-        if self.vllm_server_base_url is not None:
-            require_addresses("vllm_server_base_url", [self.vllm_server_base_url])
-        if self.vllm_server_base_urls is not None:
-            require_addresses("vllm_server_base_urls", self.vllm_server_base_urls)
-        for weight in self.reward_weights or []:
-            require_number("reward_weights", weight, FINITE)
-        if self.deployment_scheme is not None:
-            written = self.use_vllm or (self.push_to_hub and self.hub_deployment != "none")
-            (require_served_scheme if written else require_scheme)(self.deployment_scheme)
-
     def _check_sampling(self) -> None:
-        """Refuses what makes the engine's distribution another one than the policy's, where the two are compared."""
         if self.compared_by is None:
             return
         for name, value, remedy in restrictions(self._sampling, corrected=TRUNCATIONS):

@@ -29,11 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in UTF-8, completely or not at all.
-
-    Raises:
-        OSError: the file system refused; the message names the file.
-    """
+    """Write a file in UTF-8, completely or not at all."""
     write_bytes(path, text.encode())
 
 
@@ -44,9 +40,6 @@ def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
         path: path of the file; its folder must exist.
         content: bytes of the file.
         durable: whether to return only once the file and its name are on the disk.
-
-    Raises:
-        OSError: the file system refused; the message names the file.
     """
     unfinished = path.with_name(f".{path.name}.tmp")
     with _path_in_errors(path):
@@ -65,25 +58,13 @@ def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append to a file in UTF-8; create the file if there is none.
-
-    Raises:
-        OSError: the file system refused, or the file is a link; the message names the file.
-    """
+    """Append to a file in UTF-8, which may not be a link; create the file if there is none."""
     with open_in_place(path, os.O_WRONLY | os.O_APPEND) as file, _path_in_errors(path):
         file.write(text.encode())
 
 
 def open_in_place(path: Path, flags: int) -> BinaryIO:
-    """Open a file for unbuffered writing in place; create it if there is none.
-
-    Args:
-        path: path of the file.
-        flags: flags of `os.open`, which say how to open it; the file is never truncated here.
-
-    Raises:
-        OSError: the file system refused, or the path is a symbolic link; the message names it.
-    """
+    """Open a file, which may not be a link, for unbuffered writing in place; create it if there is none."""
     with _path_in_errors(path):
         descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     return open(descriptor, "rb+" if flags & os.O_RDWR else "wb", buffering=0)
@@ -136,12 +117,7 @@ def written_beside(folder: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str:
-    """Read a file in UTF-8.
-
-    Raises:
-        ValueError: the file is not text in UTF-8; the message names it.
-        OSError: the file cannot be read.
-    """
+    """Read a file in UTF-8; a `ValueError` names one that is not."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -149,12 +125,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
-
-    Raises:
-        ValueError: the file holds something else; the message names it.
-        OSError: the file cannot be read.
-    """
+    """Read a file that holds a JSON object; a `ValueError` names one that does not."""
     try:
         found = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -165,12 +136,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping.
-
-    Raises:
-        ValueError: the file holds something else or is not YAML; the message names it.
-        OSError: the file cannot be read.
-    """
+    """Read a YAML file that holds a mapping; a `ValueError` names one that does not."""
     text = read_text(path)
     try:
         content = yaml.load(text, _Loader)  # a SafeLoader
@@ -182,10 +148,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that reads `off`, `no` and dates as words, and refuses duplicate keys.
-
-    The later of two values would silently replace the earlier one.
-    """
+    """A safe loader that reads `off`, `no` and dates as words, and refuses keys that stand there twice."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [rule for rule in rules if rule[0].rpartition(":")[2] not in ("bool", "timestamp")]
@@ -216,11 +179,7 @@ def set_aside(files: Iterable[Path]) -> dict[Path, Path]:
 
 
 def lock_folder(folder: Path) -> int:
-    """Mark a folder as in use until this process closes the descriptor or ends.
-
-    Raises:
-        BlockingIOError: another process uses the folder.
-    """
+    """Mark a folder as in use until this process closes the descriptor or ends; `BlockingIOError` if another does."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

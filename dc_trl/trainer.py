@@ -36,7 +36,7 @@ from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .rollouts.neutral_sampling import truncation_warning
 from .sampled_tokens import SampledTokens
-from .settings.micro_batches import MEAN_OVER_COMPLETIONS
+from .settings.contradictions import MEAN_OVER_COMPLETIONS
 from .trainers.gate import require_comparable
 from .trainers.run import RunTrainer
 from .trainers.sampling import total_rewards

@@ -95,7 +95,6 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
         ({"generation_kwargs": {"top_k": None}}, ["top_k=None", "set top_k=0"]),
         ({"generation_kwargs": {"top_p": 0.5}, "use_vllm": True}, ["top_p=0.5", "constraint='none'"]),
         ({"generation_kwargs": '{"no_repeat_ngram_size": 7}'}, ["no_repeat_ngram_size=7"]),
-        (CORRECTED | {"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex=", "unset it"]),
         (CORRECTED | {"top_p": 0.9, "use_vllm": True}, ["top_p=0.9", "set top_k too", "rollout_correction='none'"]),
     ],
 )
@@ -134,23 +133,6 @@ def test_every_rule_of_what_has_no_effect_applies(tmp_path):
     with pytest.raises(ValueError, match="with use_vllm=False and deployment_scheme=None: leave it out, or set depl"):
         make_config(tmp_path, recipe="trl", weight_sync_steps=8)
     make_config(tmp_path, recipe="trl", vllm_importance_sampling_correction=False)  # what is off needs no effect
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"weight_sync_steps": 2}, "weight_sync_steps=2"),
-        ({"use_vllm": True, "vllm_mode": "server", "rollout_overlap": True}, "rollout_overlap=True"),
-        ({"weight_sync_steps": 2, "constraint_form": "log_ratio"}, None),
-        ({"weight_sync_steps": 2, "recipe": "trl"}, None),
-        ({}, None),
-    ],
-)
-def test_a_form_that_pushes_is_warned_of_with_a_sampler_that_lags(tmp_path, caplog, fields, named):
-    make_config(tmp_path, deployment_scheme="fp8", **fields)
-    warned = [record.message for record in caplog.records if "with such a lag" in record.message]
-    assert len(warned) == (named is not None)
-    assert all(named in message and "constraint_form=" in message for message in warned)
 
 
 def test_values_that_keep_every_token_do_not_truncate(tmp_path):

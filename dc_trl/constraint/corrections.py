@@ -2,22 +2,8 @@
 
 A correction is a function of the sampled tokens that returns the weight of each of them. The trainer multiplies the
 token's advantage by this weight, after the form of the constraint has acted. A weight of 0 masks the token: it has no
-gradient and does not count in δ̄. With r = π_train/π_inf of a token, taken at the weights that sampled:
-
-===================== ======================================================= ========================================
-``token_truncate``    clip(r, lower, upper)                                   TIS, fengyao.notion.site/off-policy-rl
-``token_mask``        r within [lower, upper], else 0                         MIS, richardli.xyz/rl-collapse
-``sequence_truncate`` clip(Π_t r_t, lower, upper)                             sequence TIS, the same
-``sequence_mask``     Π_t r_t within [lower, upper], else 0                   sequence MIS, the same
-``geometric_mask``    1 where (Π_t r_t)^(1/|o|) is within the bounds, else 0  the same; arXiv 2512.23075
-``icepop``            r within [lower, upper], else 0; two-sided by default   IcePop, arXiv 2510.18855
-``tv_mask``           r, or 0 where the token has moved past upper in the     DPPO-Binary-TV, arXiv 2602.04879
-                      direction of its advantage
-``ppo_clip``          r, or 0 where it has passed a bound in the direction    PPO, arXiv 1707.06347, eq. 7, with the
-                      of its advantage                                        sampler as the old policy
-``ppo_clip_by_age``   ``ppo_clip`` with bounds 1 + (bound − 1)/(1 + age)      ours, after arXiv 2607.18722
-``odds_truncate``     r, with the odds ratio within [lower, upper]            log-odds cap, arXiv 2609.32444
-===================== ======================================================= ========================================
+gradient and does not count in δ̄. With r = π_train/π_inf of a token, taken at the weights that sampled, each function
+below says what its weight is, and where it comes from.
 
 Each function takes the `SampledTokens`, whose advantages the weights will multiply, and the bounds ``lower`` and
 ``upper``, whose defaults are also those of the settings. It returns weights ≥ 0, shape (B, T), float32 (float64 if an
@@ -60,12 +46,12 @@ def _within(ratio: Tensor, lower: float, upper: float) -> Tensor:
 
 
 def token_truncate(tokens: SampledTokens, lower: float = 0.0, upper: float = 2.0) -> Tensor:
-    """Return truncated importance weights, clip(r, lower, upper). The default C = 2 is that of arXiv 2602.01826."""
+    """Return clip(r, lower, upper): TIS, fengyao.notion.site/off-policy-rl; by default 2, of arXiv 2602.01826."""
     return _bounded_exp(tokens.log_ratio).clamp(lower, upper)
 
 
 def token_mask(tokens: SampledTokens, lower: float = 0.0, upper: float = 2.0) -> Tensor:
-    """Return r where it is within the bounds, else 0. The default C = 2 is that of arXiv 2602.01826."""
+    """Return r where it is within the bounds, else 0: MIS, richardli.xyz/rl-collapse, with the same default."""
     ratio = _bounded_exp(tokens.log_ratio)
     return ratio.where(_within(ratio, lower, upper), 0.0)
 
@@ -87,10 +73,9 @@ def sequence_mask(tokens: SampledTokens, lower: float = 0.0, upper: float = 2.0)
 
 
 def geometric_mask(tokens: SampledTokens, lower: float = 0.99, upper: float = 1.01) -> Tensor:
-    """Mask trajectories whose geometric mean of r is out of bounds, which avoids the length bias of `sequence_mask`.
+    """Mask trajectories whose geometric mean of r is out of bounds (arXiv 2512.23075); the others have a weight of 1.
 
-    Trajectories that are kept have a weight of 1. The default bounds are SkyRL's. They suit long trajectories, in
-    whose mean the noise of single tokens cancels.
+    The default bounds are SkyRL's. They suit long trajectories, in whose mean the noise of single tokens cancels.
     """
     log_ratio = tokens.log_ratio
     mean = _bounded_exp(trajectory_mean(log_ratio, tokens.scored).unsqueeze(-1))

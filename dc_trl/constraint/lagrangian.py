@@ -69,8 +69,8 @@ class LagrangeMultiplier:
             maximum=settings.lambda_max,
             window=settings.dual_window,
             dual=settings.dual,
-            proportional=settings.lambda_kp or 0.0,
-            derivative=settings.lambda_kd or 0.0,
+            proportional=settings.lambda_lr,
+            derivative=settings.lambda_lr,
         )
 
     @property

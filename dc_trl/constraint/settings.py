@@ -92,8 +92,8 @@ class ConstraintSettings:
     dual: DualAscent = setting(
         "paper",
         'How constraint="lagrangian" moves λ. "paper" adds η_λ (δ̄ − ε) (arXiv 2606.08779, eq. 11). "auto" adds '
-        'η_λ (δ̄/ε − 1), at most η_λ, which has no unit. "pid" sums the same violations, and adds lambda_kp times the '
-        "present one and lambda_kd times its rise (arXiv 2007.03964).",
+        'η_λ (δ̄/ε − 1), at most η_λ, which has no unit. "pid" sums the same violations, and adds lambda_lr times the '
+        "present one and its rise (PID Lagrangian, arXiv 2007.03964).",
     )
     lambda_init: Annotated[float, AT_LEAST_0] = setting(
         None,
@@ -110,12 +110,6 @@ class ConstraintSettings:
         None,
         "Upper bound of λ. If it is not set: 1 for the injected form and where the quadratic form divides by a "
         "probability, otherwise four times the form's own lambda_init.",
-    )
-    lambda_kp: Annotated[float, AT_LEAST_0] = setting(
-        None, "Weight of the present violation in a PID multiplier. If it is not set: lambda_lr."
-    )
-    lambda_kd: Annotated[float, AT_LEAST_0] = setting(
-        None, "Weight of a rise of the violation in a PID multiplier. If it is not set: lambda_lr."
     )
     rollout_correction: str = setting(
         "none",
@@ -157,16 +151,13 @@ class ConstraintSettings:
         init, maximum = DEFAULT_MULTIPLIERS.get(self.constraint_form, DEFAULT_MULTIPLIERS["injected"])
         if self.constraint_form == "quadratic" and self.discrepancy_measure != "prob_diff":
             init, maximum = DEFAULT_OF_DIVIDED
-        rate = 1.0 if self.dual == "paper" else init / 10
         asleep = self.constraint != "lagrangian"  # ε moves no λ
         defaults: dict[str, Any] = {
             "discrepancy_tolerance": 0.0037 if asleep and self.discrepancy_measure == "prob_diff" else "auto",
             "lambda_init": init,
             "lambda_max": maximum,
-            "lambda_lr": rate,
+            "lambda_lr": 1.0 if self.dual == "paper" else init / 10,
         }
-        if self.dual == "pid":
-            defaults |= dict.fromkeys(("lambda_kp", "lambda_kd"), rate if self.lambda_lr is None else self.lambda_lr)
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)

@@ -12,19 +12,13 @@ from .fields import kinds_of
 from .paths import config_file
 
 
-_DESCRIPTION = (
-    "Train a policy with DC-GRPO. A configuration is a YAML file of the fields below, or the name of one that ships. "
-    "Each field can be given on the command line too, where it overrides the file."
-)
-
-
 class ConfigurationParser(HfArgumentParser):
     """The parser of transformers, which fills dataclasses, from YAML too; it refuses with a `ValueError`."""
 
     def __init__(self, dataclass_types: Iterable[type]) -> None:
         usage = "dc-trl train --config NAME_OR_FILE [--field value ...]"
-        super().__init__(dataclass_types, usage=usage, description=_DESCRIPTION, allow_abbrev=False)
-        self.add_argument("--config", help="YAML file of the fields, or the name of one that ships")
+        super().__init__(dataclass_types, usage=usage, allow_abbrev=False)
+        self.add_argument("--config", help="YAML file of the fields below, which override it, or the name of one")
 
     def error(self, message: str) -> None:
         """Raise a `ValueError`; argparse would print the usage of 300 fields and end the program."""

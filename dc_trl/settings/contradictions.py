@@ -5,7 +5,6 @@ from dataclasses import fields
 from typing import Any, NamedTuple, TypeAlias
 
 from .fields import declared_default
-from .micro_batches import MEANS_OF_MICRO_BATCHES
 from .recipes import RECIPES
 
 
@@ -28,6 +27,16 @@ class Rule(NamedTuple):
     remedy: str
     values: Condition | None = None
 
+
+# Losses that are a mean over completions; the others divide by the tokens that enter them.
+MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
+# Settings whose term of the loss is a mean over a micro-batch, and depends on which completions share one.
+MEANS_OF_MICRO_BATCHES: dict[str, Callable[[Any], bool]] = {
+    "loss_type": lambda c: c.loss_type == "bnpo",
+    "top_entropy_quantile": lambda c: c.top_entropy_quantile < 1.0,  # of the entropies of a micro-batch
+    "use_adaptive_entropy": lambda c: c.use_adaptive_entropy,
+    "entropy_coef": lambda c: c.entropy_coef != 0.0,
+}
 
 _SERVER = "set use_vllm=True and vllm_mode='server'"
 
@@ -64,6 +73,12 @@ NO_EFFECT = (
     Rule("length_decay_period", {"length_decay": [False]}, "set length_decay=True"),
     Rule("eval_benchmarks eval_greedy", {"eval_size": [0]}, "set eval_size"),
 )
+
+
+def mean_of_micro_batch(config: Any) -> str | None:
+    """Return the first of `MEANS_OF_MICRO_BATCHES` that a config has, as `name=value`; None if it has none."""
+    names = (name for name, applies in MEANS_OF_MICRO_BATCHES.items() if applies(config))
+    return next((f"{name}={getattr(config, name)!r}" for name in names), None)
 
 
 def require_effect(settings: Any) -> None:
@@ -174,11 +189,6 @@ CONTRADICTIONS = (
     ),
     Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"the mean is the whole difference's; {_ONE}"),
     Rule(
-        "score_centering",
-        {"loss_type": ["vespo"], "rollout_correction": lambda c: c.rollout_correction != "none"},
-        "set rollout_correction='none' or another loss_type",
-    ),
-    Rule(
         "rollout_correction",
         {"loss_type": ["vespo"]},
         "VESPO takes a ratio of each token; set 'token_truncate', 'token_mask' or 'icepop'",
@@ -233,7 +243,7 @@ CONTRADICTIONS = (
         "it masks their penalty; set rollout_correction in its place, or constraint='none'",
         ["token_mask", "sequence_mask"],
     ),
-    # And these make the engines' difference more than their mismatch.
+    # And this makes the engines' difference more than their mismatch.
     Rule(
         "generation_kwargs",
         {
@@ -243,10 +253,5 @@ CONTRADICTIONS = (
             )
         },
         "the training log-probabilities are taken at temperature; set temperature alone",
-    ),
-    Rule(
-        "vllm_structured_outputs_regex",
-        {"constraint": lambda c: c.compared_by is not None},
-        "unset it, or set constraint='none', rollout_correction='none' and score_centering=False",
     ),
 )
