@@ -11,7 +11,6 @@ from .constraint.forms import coefficient_of
 from .constraint.settings import Constraint, ConstraintSettings, read_correction, read_tolerance
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
-from .serving.preflight import require_addresses
 from .settings.contradictions import CONTRADICTIONS, refuse, require_effect
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
@@ -168,10 +167,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
         correction_of(self)
         self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
-        if self.vllm_server_base_url is not None:
-            require_addresses("vllm_server_base_url", [self.vllm_server_base_url])
-        if self.vllm_server_base_urls is not None:
-            require_addresses("vllm_server_base_urls", self.vllm_server_base_urls)
         for weight in self.reward_weights or []:
             require_number("reward_weights", weight, FINITE)
         if self.deployment_scheme is not None:

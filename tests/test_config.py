@@ -86,8 +86,6 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
         ({"deployment_scheme": "fp16"}, ["deployment_scheme='fp16'", "'fp8_block'"]),
         ({"discrepancy_tolerance": "high"}, ["discrepancy_tolerance='high'", "number"]),
         ({"discrepancy_tolerance": "-1"}, ["discrepancy_tolerance=-1", "at least 0"]),
-        ({"vllm_server_base_urls": ["a:1", "b:1"]}, ["vllm_server_base_urls='a:1'", "http://HOST:PORT"]),
-        ({"vllm_server_base_urls": ["http://a:1", "http://a:1/"]}, ["names http://a:1 twice"]),
         ({"learning_rate": None}, ["learning_rate=None is invalid: use a finite number, at least 0."]),
         ({"dual_window": 2.5}, ["dual_window=2.5 is invalid: use a whole number, at least 1."]),
         ({"loss_type": "ppo"}, ["loss_type='ppo' is unknown: choose one of 'grpo'"]),

@@ -50,10 +50,9 @@ def test_engines_of_an_evaluation(model, words, scheme, expected):
 @pytest.mark.parametrize(
     ("model", "words", "scheme", "message"),
     [
-        (PLAIN, ["fp8"], "fp8", "leave --scheme out"),
-        (PLAIN, ["fp8", "replica:fp8"], None, "two in one scheme would share a folder"),
+        (PLAIN, ["fp8"], "fp8", "--scheme is of a running server alone"),
+        (PLAIN, ["fp8", "replica:fp8"], None, "two engines in one scheme would share a folder"),
         (QUANTIZED, ["replica:fp8"], None, "quantized already"),
-        (QUANTIZED, ["fp8"], None, "leave both out"),
     ],
 )
 def test_options_that_contradict_each_other(model, words, scheme, message):

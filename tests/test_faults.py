@@ -111,11 +111,6 @@ def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_pa
     assert server.version == trainer.vllm_generation.weight_version
 
 
-def test_one_process_has_no_limit_but_that_of_each_request(tmp_path):
-    config = make_config(tmp_path, use_vllm=True, vllm_mode="server", vllm_request_timeout=7200.0, ddp_timeout=60)
-    assert config.vllm_time_limit == float("inf")
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -123,11 +118,12 @@ def test_one_process_has_no_limit_but_that_of_each_request(tmp_path):
             {"vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.5},
             ["http://127.0.0.1:9", "correct vllm_server_base_url"],
         ),
+        ({"vllm_server_base_url": "127.0.0.1:8000"}, ["'127.0.0.1:8000' is not an address", "use http://HOST:PORT"]),
         ({"deployment_scheme": "fp8"}, ["deployment_scheme='fp8'", "not quantized", "set deployment_scheme to the"]),
         ({"vllm_max_model_length": 9999}, ["takes 4096 tokens", "9999"]),
         ({"weight_sync": "nccl", "max_completion_length": 5000}, ["5001", "lower max_completion_length"]),
     ],
-    ids=["address", "format", "length", "completion"],
+    ids=["nobody", "address", "format", "length", "completion"],
 )
 def test_a_server_that_does_not_fit_is_refused(tmp_path, options, words):
     with stub_server() as server:
@@ -144,12 +140,6 @@ def test_a_server_that_does_not_fit_is_refused(tmp_path, options, words):
             )
     assert all(word in str(error.value) for word in words), error.value
     assert config.use_vllm
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:8000"])
-def test_an_address_that_is_none_is_refused_with_the_field(tmp_path, url):
-    with pytest.raises(ValueError, match=r"vllm_server_base_url='.*use http://HOST:PORT"):
-        make_config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
 
 
 def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ STANDARD_LIBRARY = {
 BATCHES = {"batch", "inputs", "slice_", "whole"}  # names of a batch in trainer.py and trainers/
 TRAINERS = {"self", "super()", "trainer", "self._trainer"}
 VLLM = pytest.param("vllm", marks=requires_vllm)
-NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_products", "dc_trl.serving.cpu_reload"}
+NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_reload"}
 
 # What each hook looked like when the code that leans on it was written; see `shape`.
 HOOKS: dict[str, str] = {

@@ -109,7 +109,7 @@ def test_the_command_that_starts_a_vllm_server(workplace):
 @requires_vllm
 def test_the_evaluation(workplace):
     output = run([*the_command("evaluate"), "--limit", "32"], workplace)
-    assert "arithmetic avg@4" in output
+    assert "arithmetic, k = 4" in output
     assert "second is" in output
     assert {path.name for path in (workplace / "runs" / "evaluation").iterdir()} == {"bf16", "fp8"}
 
@@ -120,8 +120,7 @@ def test_the_evaluation(workplace):
 def test_the_calibration(workplace):
     output = run([*the_command("calibrate"), "--prompts", "16", "--samples", "2"], workplace)
     assert "proposed ε" in output
-    names = {path.name for path in (workplace / "runs" / "calibration").iterdir()}
-    assert names >= {"calibration.json", "probabilities.png"}
+    assert (workplace / "runs" / "calibration" / "calibration.json").is_file()
 
 
 @pytest.mark.long

@@ -17,9 +17,8 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeForCausalLM
 
 from dc_trl.grading.rewards import get_reward
-from dc_trl.training.arguments import RunArguments
+from dc_trl.training.arguments import RunArguments, require_servable
 from dc_trl.training.build import build_trainer
-from dc_trl.training.own_server import require_servable
 
 from .helpers import (
     ROOT,

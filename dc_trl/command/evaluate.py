@@ -16,8 +16,7 @@ from pathlib import Path
 from ..data.benchmarks import BENCHMARKS
 from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
-from ..evaluation.results import Evaluation
-from ..evaluation.table import print_comparison, print_evaluations
+from ..evaluation.results import Evaluation, print_comparison, print_evaluations
 from ..quantization.schemes import SCHEMES
 from ..rollouts.engines import ENGINE_HELP
 from ..rollouts.sampling import Sampling

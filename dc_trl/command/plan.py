@@ -1,4 +1,4 @@
-"""Plans the memory of a run from a model's configuration alone: what each training device holds, and a weight sync.
+"""Plans the memory of a run from a model's configuration alone: what each training device holds.
 
     dc-trl plan --model configs/models/qwen3_8b.json --device h100 --gpus 4
     dc-trl plan --config qwen3_30b_a3b_fp8 --device h100 --gpus 16
@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 
 from ..planning.architecture import load_architecture
-from ..planning.memory import DEVICES, USABLE, Strategy, checkpoint_bytes, trainer_memory
-from ..planning.work import Work, work_of_config
+from ..planning.memory import DEVICES, USABLE, Strategy, Work, trainer_memory, work_of_config
 from ..records.tables import print_table
-from ..settings.command_line import OptionParser, add_fields, refused_in_one_line, say
+from ..settings.command_line import OptionParser, add_fields, refused_in_one_line
 from ..settings.paths import config_file, shipped
 from ..settings.ranges import COUNT, require_number
 
@@ -52,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> None:
         given = {field: value for field in WORK if (value := getattr(args, field)) is not None}
         work = Work(**settings | given)
         model = load_architecture(name, args.revision)
-    memories = [trainer_memory(model, strategy, args.gpus, work.micro_batch(sync)) for strategy, sync in WAYS.values()]
+    memories = [trainer_memory(model, strategy, args.gpus, work, sync) for strategy, sync in WAYS.values()]
     usable = DEVICES[args.device] * USABLE
     rows = [
         [f"{part}, GB", *(f"{asdict(memory)[part] / 1e9:.1f}" for memory in memories)] for part in asdict(memories[0])
@@ -61,5 +60,3 @@ def main(words: Sequence[str] | None = None) -> None:
     rows.append(["fits", *("yes" if memory.total <= usable else "no" for memory in memories)])
     title = f"{name}: each of {args.gpus} training {args.device}, of which {usable / 1e9:.0f} GB are usable"
     print_table(["", *WAYS], rows, title)
-    checkpoint, stream = (checkpoint_bytes(model, scheme) / 1e9 for scheme in (work.scheme, "bf16"))
-    say(f"A weight sync moves {checkpoint:.1f} GB as a checkpoint in {work.scheme}, {stream:.1f} GB as TRL's stream.")
