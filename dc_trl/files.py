@@ -34,13 +34,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
-    """Write a file completely or not at all; a link of its name is replaced, not followed.
-
-    Args:
-        path: path of the file; its folder must exist.
-        content: bytes of the file.
-        durable: whether to return only once the file and its name are on the disk.
-    """
+    """Write a file completely or not at all, `durable` until it is on the disk; a link of its name is replaced."""
     unfinished = path.with_name(f".{path.name}.tmp")
     with _path_in_errors(path):
         unfinished.unlink(missing_ok=True)  # left by a killed process, or a link
@@ -217,9 +211,6 @@ def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
 
     The directory is created if it is missing. The process that holds the lock may take it again. Processes that this
     one starts or forks do not hold it, because it must not outlive the run.
-
-    Raises:
-        ValueError: another process writes there, or the directory cannot be written; the message says what to do.
     """
     folder = Path(output_dir).resolve()
     if folder in _locked:

@@ -1,8 +1,6 @@
 """Thresholds of the mismatch for warnings, verdicts and advice, in nats of `discrepancy/k3_kl`.
 
-All are findings of docs/study.md, whose models are tiny. docs/which_one.md says what to do on either side of each. The
-warnings of a run, its verdict and the advice of a calibration use these constants.
-
+All are findings of docs/study.md, whose models are tiny. docs/which_one.md says what to do on either side of each.
 A deeper model has a larger k3 with a sampler in step: SmolLM2-135M in FP8 0.02 to 0.05, where a model of two layers
 has 0.0002. What a lag or a run adds is therefore counted from the run's own level in step.
 """

@@ -22,10 +22,9 @@ def shipped_configs() -> Path:
 
 
 def shipped(name: str) -> str:
-    """Return the path of a shipped file, or the name as it is.
+    """Return the path of a shipped file, `configs/…` or `dc_trl/assets/…` if the working directory has none such.
 
-    `configs/…` and `dc_trl/assets/…` mean files of the working directory if they are there, and otherwise files of the
-    package, so that shipped configurations and commands of the documentation work from any directory.
+    Every other name is returned as it is.
     """
     path = Path(name)
     if not path.exists():
@@ -41,16 +40,12 @@ def config_file(name: str) -> Path:
     Raises:
         ValueError: there is no such file; the message names all shipped ones.
     """
-    path = Path(shipped(name))
-    if path.is_file():
-        return path
     files = {file.stem: file for file in sorted(shipped_configs().glob("*.yaml"))}
-    wanted = name.removesuffix(".yaml")
-    if wanted in files:
-        return files[wanted]
-    raise ValueError(
-        f"config={name!r} is no file: give the path of a YAML file, or one that ships: {', '.join(files)}."
-    )
+    path = Path(shipped(name))
+    found = path if path.is_file() else files.get(name.removesuffix(".yaml"))
+    if found is None:
+        raise ValueError(f"config={name!r} is no file: give the path of a YAML file, or one of {', '.join(files)}.")
+    return found
 
 
 def is_path(name: str) -> bool:

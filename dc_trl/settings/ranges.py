@@ -48,7 +48,6 @@ AT_LEAST_0 = Range(least=0)
 ABOVE_0 = Range(above=0)
 SHARE = Range(above=0, most=1)
 SEED = Range(least=0, most=2**32 - 1, whole=True)
-PORT = Range(least=0, most=65535, whole=True)  # 0: a free one
 
 
 def require_choice(name: str, value: object, choices: Any) -> None:

@@ -53,11 +53,7 @@ def require_callable(
 ) -> None:
     """Refuse a reward function that cannot be called as TRL calls it; TRL would find out after the first rollout.
 
-    Args:
-        named: the function as the user has named it, for the message.
-        columns: of the rows.
-        extra: names of further arguments that this run passes.
-        more: whether a `rollout_func` may pass arguments that cannot be known.
+    It is given the rows' `columns` and this run's `extra` arguments; with `more`, a `rollout_func` may add others.
     """
     given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
     given |= {*extra, *columns} - {"prompt", "completion"}  # which TRL does not pass: `prompts` holds the former
