@@ -32,10 +32,9 @@ class ConfigurationParser(HfArgumentParser):
             OSError: the configuration file cannot be read.
         """
         given, others = self.parse_known_args(words)
-        known = {name for action in self._actions for name in action.option_strings}
         for name in (word.partition("=")[0] for word in others):
             if name.startswith("--"):
-                raise ValueError(unknown_field(name, known))
+                raise ValueError(unknown_field(name, self._option_string_actions))
         if given.config is not None:
             types = {name: kind for part in self.dataclass_types for name, kind in get_type_hints(part).items()}
             settings = read_yaml(config_file(given.config))
