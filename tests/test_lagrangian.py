@@ -129,12 +129,6 @@ def test_stays_within_its_bounds(sequence, lr, tolerance, window):
         assert 0.2 <= multiplier.update(value) <= 0.7
 
 
-@given(discrepancies, discrepancies, st.floats(0, 5))
-def test_grows_with_the_violation(low, high, lr):
-    low, high = sorted((low, high))
-    assert LagrangeMultiplier(lr=lr).update(low) <= LagrangeMultiplier(lr=lr).update(high)
-
-
 @given(
     st.lists(discrepancies, max_size=8),
     st.lists(discrepancies, min_size=1, max_size=8),
