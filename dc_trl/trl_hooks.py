@@ -320,12 +320,11 @@ class HookedTrainer(GRPOTrainer):
         super()._save(output_dir, state_dict)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
-        self.end_step()
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self.end_step()  # sampling in between has changed the random state
+        self.end_step()
 
     def end_step(self) -> None:
-        """Take up that an optimizer step, or what follows it before the next one, has ended."""
+        """Take up that an optimizer step has ended, and been logged, evaluated and saved where that is due."""
 
     # --- resuming ---------------------------------------------------------------------------------------------------
 
@@ -344,13 +343,6 @@ class HookedTrainer(GRPOTrainer):
 
     def load_state(self, checkpoint: str) -> None:
         """Continue from the state of a checkpoint, after the optimizer has been loaded."""
-
-    def _load_rng_state(self, checkpoint):
-        self.load_random_state(checkpoint)
-
-    def load_random_state(self, checkpoint: str | None) -> None:
-        """Continue with the random numbers of a checkpoint, if there is one."""
-        super()._load_rng_state(checkpoint)
 
     def _get_train_sampler(self, dataset=None):
         self._train_sampler = super()._get_train_sampler(dataset)

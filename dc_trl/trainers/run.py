@@ -20,7 +20,7 @@ from ..quantization.policy import unwrapped
 from ..quantization.tensors import require_merged_form
 from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
 from ..resuming.checkpoints import on_main_process, resumable_checkpoint
-from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command, stop_if_asked
+from ..resuming.interruption import RunInterrupted
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line
 from .checkpoints import Checkpoints
@@ -86,10 +86,10 @@ class RunTrainer(SamplingTrainer):
         beginning if there is none. A run whose steps are all done is not trained further: its weights are loaded, what
         is still missing at its end (an evaluation, the deployment) is made, and the result is returned.
 
-        The directory is locked during training. If anything ends training early, such as an error of a reward function
-        or callback or Ctrl-C, the last step that ended is saved before the error is raised, with a note that says how
-        to resume. Nothing is saved while the optimizer is changing the weights; with several processes, a signal or a
-        lost server saves, and another error does not. A resumed run repeats an evaluation that was cut short.
+        The directory is locked during training. If an error of a reward function, callback or server or Ctrl-C ends
+        training early, the last step that ended is saved before the error is raised, with a note that says how to
+        resume. Nothing is saved while the optimizer is changing the weights; of several processes, a signal or a lost
+        server saves, and another error does not.
 
         Raises:
             ValueError: the checkpoint is incomplete, or `output_dir` is in use by another process or not writable.
@@ -100,36 +100,28 @@ class RunTrainer(SamplingTrainer):
         self.parts_clock.start()
         if self.micro_batches_done > 0:  # this object has trained before
             self.start_again()
-        self._resumed_at, eval_on_start = None, self.args.eval_on_start
+        self._resumed_at = None
         with ExitStack() as stack:
             stack.callback(self.parts_clock.stop)
-            checkpoint = on_main_process(lambda: self._open_output(stack, resume_from_checkpoint))
+
+            def open_output() -> str | None:
+                stack.enter_context(lock_output(self.args.output_dir))
+                return resumable_checkpoint(resume_from_checkpoint, self.args.output_dir)
+
+            checkpoint = on_main_process(open_output)
             if checkpoint is not None:
                 self._resumed_at = read_object(Path(checkpoint, TRAINER_STATE_FILE))["global_step"]
             self.checkpoints.begin_training()
             try:
                 return self._train_and_export(checkpoint, *args, **kwargs)
             except ServerError as error:
-                way_back = f"{self.checkpoints.save_before_stopping()} once this is mended."
-                raise ServerError(f"{error} {way_back}") from error
+                raise ServerError(f"{error} {self.checkpoints.save_after_failure(together=True)}") from error
             except RunInterrupted as stop:
-                if self.state.global_step == 0 and self.checkpoints.saved_at is None:
-                    raise RunInterrupted(stop.signum, BEGIN_AGAIN) from stop
-                saved = self.checkpoints.save_before_stopping()
-                raise RunInterrupted(stop.signum, f"{saved}, or {resume_command(self.args.output_dir)}.") from stop
+                raise RunInterrupted(stop.signum, self.checkpoints.way_back()) from stop
             except BaseException as error:
-                if self.checkpoints.step_begun:
-                    saved = self.checkpoints.save_after_failure()
-                    error.add_note(f"{saved}, or {resume_command(self.args.output_dir)}.")
+                if self.state.global_step > 0:
+                    error.add_note(self.checkpoints.save_after_failure(together=False))
                 raise
-            finally:
-                self.args.eval_on_start = eval_on_start  # for the next training; see `Checkpoints.load`
-
-    def _open_output(self, stack: ExitStack, resume_from_checkpoint: Any) -> str | None:
-        """Lock the output directory, and return the checkpoint from which to resume."""
-        args = self.args
-        stack.enter_context(lock_output(args.output_dir))
-        return resumable_checkpoint(resume_from_checkpoint, args.output_dir)
 
     def _train_and_export(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
         self.exports_at_end = self.args.exports_deployment
@@ -140,13 +132,9 @@ class RunTrainer(SamplingTrainer):
             self._own_deployments.discard(folder)
         if self.exports_at_end:
             on_main_process(self._require_exportable)
-        try:
-            output = super().train(checkpoint, *args, **kwargs)
-            if self.exports_at_end:
-                self._export(folder)
-        except ServerError:
-            stop_if_asked(self)  # a signal may have ended the request, and all processes reach this line
-            raise
+        output = super().train(checkpoint, *args, **kwargs)
+        if self.exports_at_end:
+            self._export(folder)
         return output
 
     @property
@@ -173,18 +161,7 @@ class RunTrainer(SamplingTrainer):
         if self.batches is not None:
             self.batches.start_again()
 
-    def evaluate(self, *args, **kwargs):
-        with self.checkpoints.evaluation(super().load_random_state):
-            return super().evaluate(*args, **kwargs)
-
     # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def next_micro_batch(self, generation_batch):
-        inputs = super().next_micro_batch(generation_batch)
-        # DeepSpeed changes the weights at the end of the last micro-batch's backward pass, without an event.
-        if self.is_deepspeed_enabled and self.model.training and self.accelerator.sync_gradients:
-            self.checkpoints.weights_move()
-        return inputs
 
     def end_step(self):
         self.checkpoints.end_step()
@@ -195,9 +172,6 @@ class RunTrainer(SamplingTrainer):
 
     def load_state(self, checkpoint):
         self.checkpoints.load(checkpoint)
-
-    def load_random_state(self, checkpoint):
-        self.checkpoints.load_random_state(checkpoint, super().load_random_state)
 
     def write_model(self, output_dir, state_dict):
         card = Path(self.args.output_dir, CARD_FILE)
