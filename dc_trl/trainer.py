@@ -36,7 +36,7 @@ from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .rollouts.neutral_sampling import truncation_warning
 from .sampled_tokens import SampledTokens
-from .settings.micro_batches import MEAN_OVER_COMPLETIONS, TWO_SIDED
+from .settings.micro_batches import MEAN_OVER_COMPLETIONS
 from .trainers.gate import require_comparable
 from .trainers.run import RunTrainer
 from .trainers.sampling import total_rewards
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
     # Imported only where the policy is compared with its quantized self: compressed-tensors takes 0.15 s.
     from .quantization.deployed_forward import DeployedForward
-    from .quantization.two_sided import TwoSidedDivergence
     from .rollouts.score_centering import ScoreCentering
     from .settings.reward_functions import RewardFunction
 
@@ -175,7 +174,7 @@ class DCGRPOTrainer(RunTrainer):
         if rollout_func is not None:
             rollout_func = with_nonempty_completions(rollout_func)
         # Set before TRL's constructor, which may already call hooks of this class.
-        self.form = form_of(args, self._divergence)
+        self.form = form_of(args)
         self.correction = correction_of(args)
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
         self._warned_of_mismatch = False
@@ -189,7 +188,6 @@ class DCGRPOTrainer(RunTrainer):
         self._rewards_per_func: Tensor
         self._loss: _Loss | None = None  # the loss that is being computed
         self._evaluation_set = ""  # name of the evaluation set in use, if there are several
-        self._two_sided: TwoSidedDivergence | None = None
         # The policy's deployed forward, inactive, where something compares the policy with its quantized self.
         self._quantized_self: DeployedForward | None = None
         # log π_train and log π_Q of the batch that is being scored, as they are compared with log π_inf; None until
@@ -222,21 +220,9 @@ class DCGRPOTrainer(RunTrainer):
             )
         if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
-        two_sided = args.constraint != "none" and args.constraint_form in TWO_SIDED
-        if (two_sided or args.split_by is not None) and self.deployed_forward is None:
+        if args.split_by is not None and self.deployed_forward is None:
             assert args.deployment_scheme is not None
             self._quantized_self = self.build_deployed_forward(args.deployment_scheme)
-        if two_sided:
-            from .quantization.two_sided import TwoSidedDivergence
-
-            assert self._quantized_self is not None
-            self._two_sided = TwoSidedDivergence(
-                self.model,
-                self._quantized_self,
-                args.constraint_form.removeprefix("two_sided_"),  # type: ignore[arg-type]
-                self.temperature,
-                padded,
-            )
 
     # --- rollouts and their advantages ------------------------------------------------------------------------------
 
@@ -336,10 +322,7 @@ class DCGRPOTrainer(RunTrainer):
     def _apply_form(self, tokens: SampledTokens) -> Constrained | None:
         if self.form is None:
             return None
-        constrained = self.form(tokens.of_target(self.args.constraint_target), self.lagrange_multiplier.value)
-        if self._loss is not None:
-            self._loss.term = constrained.loss
-        return constrained
+        return self.form(tokens.of_target(self.args.constraint_target), self.lagrange_multiplier.value)
 
     @timed("constraint")
     def _apply_correction(self, batch: dict[str, Any], tokens: SampledTokens) -> Tensor | None:
@@ -356,15 +339,6 @@ class DCGRPOTrainer(RunTrainer):
             batch["advantages"] = weights * tokens.token_advantages
         return weights
 
-    def _divergence(self) -> Tensor:
-        """Return the divergence of the policy from its quantized self at the tokens of the present loss."""
-        assert self._two_sided is not None
-        assert self._loss is not None
-        assert self._loss.train_logps is not None
-        assert self._loss.forward is not None
-        with self.accelerator.autocast():
-            return self._two_sided(self._loss.train_logps, self._loss.forward)
-
     # --- the loss ---------------------------------------------------------------------------------------------------
 
     def policy_loss(self, model, inputs):
@@ -377,14 +351,8 @@ class DCGRPOTrainer(RunTrainer):
         self.beta = beta * weight
         try:
             loss = super().policy_loss(model, self._loss.inputs)
-            term = self._loss.term
         finally:
             self._loss, self.beta = None, beta
-        if term is not None:
-            accumulated = self.current_gradient_accumulation_steps if self.model.training else 1.0
-            loss = loss + self.lagrange_multiplier.value * term / accumulated
-            mean = self.accelerator.gather(term.detach()).mean().item()
-            self.add_metric("lagrangian/constraint_loss", mean)
         return loss if weight > 0 else loss * 0.0  # nothing is learned from a batch whose completions are all dropped
 
     def score_tokens(self, model, *args, **kwargs):
@@ -392,10 +360,10 @@ class DCGRPOTrainer(RunTrainer):
         compared = self._compared(outputs[0])
         if self._loss is not None:  # the loss reads the advantages after this forward
             again = kwargs | {"compute_entropy": False, "compute_aux_loss": False}
-            self._loss.forward = partial(self._train_logps, model, *args, **again)
-            self._loss.train_logps = outputs[0]
             inputs = self._loss.inputs
-            self._constrain_in_loss(inputs, compared)
+            if "sampling_per_token_logps" in inputs and "old_per_token_logps" not in inputs:
+                deployed = self._as_deployed(compared, partial(self._train_logps, model, *args, **again))
+                self._constrain(inputs, compared, deployed)
             if self._centering is not None and outputs[0].requires_grad:
                 outputs = (self._centred(outputs[0], *args), *outputs[1:])
             if "kept_weight" in inputs:
@@ -448,16 +416,6 @@ class DCGRPOTrainer(RunTrainer):
     def _compared(self, train_logps: Tensor) -> Tensor:
         """Return what is compared with log π_inf, from the log-probabilities that were scored last."""
         return train_logps if self.logps_among_kept is None else self.logps_among_kept
-
-    def _constrain_in_loss(self, inputs: dict[str, Any], train_logps: Tensor) -> None:
-        if "sampling_per_token_logps" not in inputs:
-            return
-        if "old_per_token_logps" not in inputs:
-            assert self._loss is not None
-            assert self._loss.forward is not None
-            self._constrain(inputs, train_logps, self._as_deployed(train_logps, self._loss.forward))
-        elif self.form is not None and self.args.constraint_target == "all":  # a term of the loss needs this gradient
-            self._apply_form(_tokens_of(inputs, train_logps, inputs["trajectory_advantages"]))
 
     def get_gamma_weights(self, advantages, **kwargs):
         # VESPO weighs a trajectory by the sign of its advantage, which a token's penalty must not change.
@@ -580,16 +538,10 @@ class _Loss:
 
     Args:
         inputs: inputs of the loss.
-        train_logps: log π_train of the loss's own forward, shape (B, T), nats, with a gradient.
-        forward: computes `train_logps` again.
-        term: term that the form of the constraint adds to the loss with the weight λ.
         weights: weights of a correction, shape (B, T), where the score is centred.
     """
 
     inputs: dict[str, Any]
-    train_logps: Tensor | None = None
-    forward: Callable[[], Tensor] | None = None
-    term: Tensor | None = None
     weights: Tensor | None = None
 
 

@@ -45,7 +45,6 @@ from dc_trl.records.clock import PartsClock
 from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
 from dc_trl.settings.command_line import OptionParser
-from dc_trl.settings.micro_batches import TWO_SIDED
 
 
 # Where log π_train comes from, see dc_trl/trainer.py: the loss's own forward, or TRL's old log-probs.
@@ -151,10 +150,7 @@ def overhead(args: argparse.Namespace) -> None:
 
 # What is switched on, beside GRPO on the same rollouts.
 METHODS: dict[str, dict[str, Any]] = {
-    **{
-        f"constraint_form={form}": {"constraint": "static", "constraint_form": form}
-        for form in (*COEFFICIENTS, *TWO_SIDED)
-    },
+    **{f"constraint_form={form}": {"constraint": "static", "constraint_form": form} for form in COEFFICIENTS},
     # With a sampler in step, as here, the clip by age is refused; it computes what `ppo_clip` does.
     **{
         f"rollout_correction={name}": {"rollout_correction": name} for name in CORRECTIONS if name != "ppo_clip_by_age"

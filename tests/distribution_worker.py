@@ -93,7 +93,6 @@ def reward(completions, completion_ids, **kwargs):
 
 
 FIRST, LAST = slice(0, GROUP), slice(-GROUP, None)  # groups of a global batch, which two processes have one each
-TWO_SIDED = {"constraint": "static", "lambda_init": 0.5, "deployment_scheme": "int4"}
 MINI_BATCHES = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "learning_rate": 0.0, "num_iterations": 2}
 # Fields of each run, and what is done to which completions.
 RUNS: dict[str, tuple[dict, tuple]] = {
@@ -105,7 +104,6 @@ RUNS: dict[str, tuple[dict, tuple]] = {
     "mini-batches": (MINI_BATCHES | {"max_steps": 5, "advantage_estimator": "rloo", "batch_reduction": "token"}, ()),
     "a rank without a token": ({"mask_truncated_completions": True}, (truncate, LAST)),
     "a rank without a group": ({"drop_zero_std_groups": True}, (make_alike, LAST)),
-    "two-sided KL": (TWO_SIDED | {"constraint_form": "two_sided_kl"}, ()),
     "experts": ({}, ()),
     "through the deployed forward": ({"train_through_quantization": True}, ()),
     "the lag's part": ({"constraint_target": "lag", "constraint_form": "log_ratio", "lambda_init": 0.1}, ()),

@@ -420,7 +420,6 @@ def test_a_step_whose_every_token_is_masked_teaches_nothing(make_trainer):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"constraint_form": "two_sided_kl", "deployment_scheme": "fp8"}, "constraint_form='two_sided_kl'"),
         ({"deployment_scheme": "fp8"}, "deployment_scheme='fp8' contradicts AsyncGRPO"),
         (
             {"constraint": "static", "constraint_target": "lag"},

@@ -269,7 +269,6 @@ class Shortened:
 OURS = {
     "injected": {"constraint": "lagrangian"},
     "old log-probs": {"constraint": "lagrangian", "steps_per_generation": 8},
-    "two-sided": {"constraint": "static", "constraint_form": "two_sided_kl", "deployment_scheme": "int8"},
     "corrected": {"rollout_correction": "token_truncate", "loss_type": "vespo", "steps_per_generation": 8},
     "dropped groups": {"drop_zero_std_groups": True, "advantage_estimator": "rloo", "steps_per_generation": 8},
     "truncated": {"constraint": "static", "top_k": 20, "deployment_scheme": "bf16", "steps_per_generation": 8},

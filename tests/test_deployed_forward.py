@@ -201,7 +201,7 @@ def test_parameters_come_back_after_an_error():
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_layers_are_recomputed_as_they_were_computed(experts):
-    """One loss of two forwards, one aligned and one not, as a two-sided constraint has it."""
+    """One loss of two forwards, one aligned and one not."""
     batch, results = small_batch(), []
     for checkpointing in (False, True):
         policy = make_experts(64) if experts else make_model(128)

@@ -100,7 +100,7 @@ def test_the_metrics_of_a_run_are_documented(tmp_path, tokenizer):
     cells = re.findall(r"^\| (`[\w/]+`(?:, `[\w/]+`)*) \|", page("metrics.md"), re.MULTILINE)
     documented = {name for cell in cells for name in re.findall(r"[\w/]+", cell)}
     logged = set()
-    by_replica = {"deployment_scheme": "bf16", "constraint": "static", "constraint_form": "two_sided_l1"}
+    by_replica = {"deployment_scheme": "bf16", "constraint": "static"}
     for settings, rollouts in [({"rollout_correction": "token_mask"}, Rollouts()), (by_replica, None)]:
         trainer = DCGRPOTrainer(
             make_model(),

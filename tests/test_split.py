@@ -178,11 +178,6 @@ def test_dual_ascent_follows_the_part_that_is_constrained(tmp_path):
         ({"constraint_target": "lag", "deployment_scheme": "fp8"}, "constraint_target='lag' has no effect"),
         ({"rollout_correction_target": "lag", "deployment_scheme": "fp8"}, "rollout_correction_target='lag' has no"),
         (
-            {"constraint": "static", "constraint_form": "two_sided_kl", "constraint_target": "lag"}
-            | {"deployment_scheme": "fp8"},
-            "constraint_target='lag' contradicts .* leaves the number format out",
-        ),
-        (
             {"discrepancy_split": True, "deployment_scheme": "fp8", "cast_lm_head_to_fp32": True},
             "cast_lm_head_to_fp32=True contradicts discrepancy_split=True",
         ),

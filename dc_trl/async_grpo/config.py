@@ -13,18 +13,11 @@ from ..constraint.thresholds import lag_warning
 from ..rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncation_warning, truncations
 from ..settings.contradictions import CONTRADICTIONS, Rule, refuse, require_effect
 from ..settings.fields import require_fields, setting
-from ..settings.micro_batches import TWO_SIDED
 
 
 logger = get_logger(__name__)
 
 RULES = (
-    Rule(
-        "constraint_form",
-        {},
-        "it assumes a sampler without lag; use constraint_form='log_ratio', 'quadratic' or 'injected'",
-        TWO_SIDED,
-    ),
     Rule(
         "deployment_scheme",
         {},

@@ -10,15 +10,11 @@ form                     c                            sampled tokens estimate th
 ``injected``             δ = |D|                      E_π[δ] with δ held fixed (arXiv 2606.08779, eq. 8)
 ``quadratic``            D·∂D/∂π                      ½ Σ_a D(a)² (arXiv 2606.08779, appendix B)
 ``log_ratio``            log π/q                      ½ E_q[(log π/q)²]
-``two_sided_kl``         0, and a term of the loss    mean KL(π_{θ+Δ} ‖ π_θ) over contexts, in both policies
-``two_sided_l1``         0, and a term of the loss    mean |π_{θ+Δ} − π_θ| of sampled tokens, in both policies
 ======================== ============================ ======================================================
 
 The tokens of a batch are samples of q, and without a correction their score functions have no weight π/q. So the
 gradient of ``log_ratio`` is exact. The gradients of the two forms above it are exact for samples of π, and nearly so
 where π is near q.
-
-In the last two, θ + Δ are the quantized weights and Δ is held fixed: the gradient passes straight through rounding.
 
 A user's own function has the signature of `quadratic` and is named `module:function`; docs/own_form.md shows one.
 """
@@ -29,7 +25,6 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
-from ..settings.micro_batches import TWO_SIDED
 from .custom import resolve
 from .discrepancy import discrepancy_penalty, signed_discrepancy, token_discrepancy
 from .settings import ConstraintSettings, Measure
@@ -46,14 +41,10 @@ class Constrained(NamedTuple):
     Args:
         advantages: advantage of each token, shape (B, T).
         penalty: what λ was multiplied with in the advantages, shape (B, T), 0 at unscored tokens; for the statistics.
-            None where the form does not change the advantages.
-        loss: term that is added to the loss with the weight λ, a scalar with a gradient, as a mean over the
-            micro-batch; None where the form acts through the advantages alone, and before the loss is computed.
     """
 
     advantages: Tensor
-    penalty: Tensor | None
-    loss: Tensor | None = None
+    penalty: Tensor
 
 
 class Form(Protocol):
@@ -63,9 +54,8 @@ class Form(Protocol):
         """Constrain a micro-batch.
 
         Args:
-            tokens: sampled tokens. Where advantages are penalised, their log π_train is from before the first
-                optimizer step on the batch; where the loss is computed, it is from the loss's own forward, with a
-                gradient. The advantages are those of trajectories, shape (B,).
+            tokens: sampled tokens, whose log π_train is from before the first optimizer step on the batch. The
+                advantages are those of trajectories, shape (B,).
             multiplier: λ ≥ 0.
         """
 
@@ -131,46 +121,17 @@ def through_advantages(coefficient: Coefficient, settings: ConstraintSettings) -
     return form
 
 
-def two_sided(divergence: Callable[[], Tensor]) -> Form:
-    """Return a form that acts through the loss: λ times the mean divergence of the policy from its quantized self.
-
-    A sampler that is quantized anew at each step follows the weights: a pull of π_θ alone towards it moves both. So
-    the gradient flows through both. The form is ours.
-
-    Args:
-        divergence: returns the divergence of each token at the inputs of the present loss, shape (B, T), with a
-            gradient.
-    """
-
-    def form(tokens: SampledTokens, multiplier: float) -> Constrained:
-        loss = None
-        if tokens.train_logps.requires_grad:
-            loss = divergence().where(tokens.scored, 0.0).sum() / tokens.scored.sum().clamp(min=1)
-        return Constrained(tokens.token_advantages.expand_as(tokens.train_logps), None, loss)
-
-    return form
-
-
 def coefficient_of(settings: ConstraintSettings) -> Coefficient:
     """Return the coefficient that `constraint_form` names.
 
     Raises:
         ValueError: it does not name a form; see `resolve`.
     """
-    named = dict.fromkeys(TWO_SIDED, injected) | COEFFICIENTS  # two-sided names are valid, but have no coefficient
-    return resolve("constraint_form", settings.constraint_form, named, measure=settings.discrepancy_measure)
+    return resolve("constraint_form", settings.constraint_form, COEFFICIENTS, measure=settings.discrepancy_measure)
 
 
-def form_of(settings: ConstraintSettings, divergence: Callable[[], Tensor] | None = None) -> Form | None:
-    """Return the form that the settings ask for; None where the discrepancy is only measured (`constraint="none"`).
-
-    Args:
-        settings: settings of the constraint.
-        divergence: divergence for the two-sided forms, see `two_sided`.
-    """
+def form_of(settings: ConstraintSettings) -> Form | None:
+    """Return the form that the settings ask for; None where the discrepancy is only measured (`constraint="none"`)."""
     if settings.constraint == "none":
         return None
-    if settings.constraint_form in TWO_SIDED:
-        assert divergence is not None
-        return two_sided(divergence)
     return through_advantages(coefficient_of(settings), settings)

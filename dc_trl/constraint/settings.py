@@ -24,8 +24,6 @@ DEFAULT_MULTIPLIERS = {
     "injected": (0.1, 1.0),
     "quadratic": (2.0, 8.0),
     "log_ratio": (0.5, 2.0),
-    "two_sided_kl": (0.5, 2.0),
-    "two_sided_l1": (0.5, 2.0),
 }
 # Of the quadratic form with a measure whose coefficient divides by a probability.
 DEFAULT_OF_DIVIDED = (0.05, 1.0)
@@ -52,9 +50,7 @@ class ConstraintSettings:
         '"injected": the paper\'s form, advantages minus λ·δ. "quadratic": the gradient of half the squared '
         'discrepancy (the paper\'s appendix B). "log_ratio": advantages minus λ·log(π_train/π_inf), which is the '
         "gradient of half the expected square of that logarithm over the engine's tokens, and nearly that of a KL "
-        'divergence. "two_sided_kl" and "two_sided_l1": a term of the loss between the policy and its quantized '
-        "self, with gradients through both; they need deployment_scheme and take one more forward and backward pass. "
-        '"module:function": a function of your own, see docs/own_form.md.',
+        'divergence. "module:function": a function of your own, see docs/own_form.md.',
     )
     constraint_target: Target = setting(
         "all",
@@ -109,7 +105,7 @@ class ConstraintSettings:
     lambda_init: Annotated[float, AT_LEAST_0] = setting(
         None,
         "Initial λ, between lambda_min and lambda_max. If it is not set: 0.1 (arXiv 2606.08779, 8B) for the injected "
-        "form, and what docs/study.md found best for the others: 0.5 for the log ratio and the two-sided forms, 2 for "
+        "form, and what docs/study.md found best for the others: 0.5 for the log ratio, 2 for "
         "the quadratic form, or 0.05 where it divides by a probability.",
     )
     lambda_lr: Annotated[float, AT_LEAST_0] = setting(

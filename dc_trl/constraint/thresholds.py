@@ -10,7 +10,6 @@ has 0.0002. What a lag or a run adds is therefore counted from the run's own lev
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ..settings.micro_batches import TWO_SIDED
 from .custom import is_custom
 from .settings import PUSHES, ConstraintSettings
 
@@ -95,8 +94,7 @@ def drift_warning(
     constrained = settings.constraint != "none"
     if constrained and is_custom(settings.constraint_form):
         return None  # we have no runs of it
-    # The two-sided forms read neither the sampler nor its lag; in two bits in step they did no harm.
-    form = settings.constraint_form if constrained and settings.constraint_form not in TWO_SIDED else None
+    form = settings.constraint_form if constrained else None
     named = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
     usual = _NOISE * level
     if form in PUSHES:

@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple, TypeAlias
 
 from .fields import declared_default
-from .micro_batches import MEANS_OF_MICRO_BATCHES, TWO_SIDED
+from .micro_batches import MEANS_OF_MICRO_BATCHES
 from .recipes import RECIPES
 
 
@@ -145,18 +145,6 @@ CONTRADICTIONS = (
         {"rollout_correction": lambda c: c.rollout_correction != "tv_mask"},
         "it shuts out the ratio of engines that agree, which is 1; use a number of at least 1",
         lambda c: c.rollout_correction_max is not None and c.rollout_correction_max < 1,
-    ),
-    Rule(
-        "constraint_form",
-        {"deployment_scheme": [None]},
-        "it compares the policy with its quantized self; set deployment_scheme, or constraint_form='log_ratio'",
-        TWO_SIDED,
-    ),
-    Rule(
-        "constraint_target",
-        {"constraint_form": TWO_SIDED},
-        "it leaves the number format out, on which this form acts alone; set constraint_form='log_ratio' or "
-        "'quadratic', or constraint_target='all'",
     ),
     Rule(
         "discrepancy_split constraint_target rollout_correction_target",

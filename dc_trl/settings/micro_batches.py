@@ -10,8 +10,6 @@ from typing import Any
 
 # Losses that are a mean over completions; the others divide by the tokens that enter them.
 MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
-# Forms that compare the policy with its quantized self.
-TWO_SIDED = ("two_sided_kl", "two_sided_l1")
 
 MEANS_OF_MICRO_BATCHES: dict[str, Callable[[Any], bool]] = {
     "loss_type": lambda c: c.loss_type == "bnpo",
@@ -19,7 +17,6 @@ MEANS_OF_MICRO_BATCHES: dict[str, Callable[[Any], bool]] = {
     "top_entropy_quantile": lambda c: c.top_entropy_quantile < 1.0,
     "use_adaptive_entropy": lambda c: c.use_adaptive_entropy,
     "entropy_coef": lambda c: c.entropy_coef != 0.0,
-    "constraint_form": lambda c: c.constraint != "none" and c.constraint_form in TWO_SIDED,
 }
 
 

@@ -16,7 +16,6 @@ from ..gate.rows import Rows
 from ..gate.start import require_startable
 from ..quantization.policy import base_model
 from ..settings.distribution import sharding_of
-from ..settings.micro_batches import TWO_SIDED
 from ..settings.paths import shipped
 from ..settings.reward_functions import checked_reward, excerpt, require_finite
 from ..trl_hooks import HookedTrainer
@@ -58,11 +57,6 @@ def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
         raise ValueError(
             f"top_p, top_k and min_p need the whole output head for the kept tokens, which {sharding} divides: sample "
             "without truncation, or launch with FSDP2 or DDP."
-        )
-    if sharding.kind is not None and args.constraint_form in TWO_SIDED:
-        raise ValueError(
-            f"constraint_form={args.constraint_form!r} takes gradients of its own, which {sharding} rules out: "
-            "use constraint_form='log_ratio' or 'quadratic', or launch without sharding (DDP)."
         )
     if needy is not None and not args.use_vllm and scheme is None and not own_rollouts:
         raise ValueError(

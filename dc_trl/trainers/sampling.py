@@ -118,7 +118,7 @@ class SamplingTrainer(HookedTrainer):
             sharding == DistributedType.FSDP and not self.accelerator.is_fsdp2
         ):
             raise ValueError(
-                "train_through_quantization, a split discrepancy and the two-sided forms read whole parameters, "
+                "train_through_quantization and a split discrepancy read whole parameters, "
                 f"which {sharding.value} does not give: launch with FSDP2 (fsdp_version: 2) or without sharding."
             )
         if sharding == DistributedType.FSDP:
