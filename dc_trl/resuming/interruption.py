@@ -13,7 +13,6 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from ..settings.command_line import ENDING
-from .checkpoints import checkpoints
 
 
 _SIGNALS = (signal.SIGINT, *ENDING)
@@ -117,9 +116,7 @@ class StopSignals(TrainerCallback):
         """Return how to resume if nothing more is saved."""
         if self._steps == 0:
             return BEGIN_AGAIN
-        if checkpoints(self._output_dir):
-            return f"Go on from the last checkpoint: {resume_command(self._output_dir)}."
-        return f"No checkpoint was saved: start again in another output_dir, or remove {self._output_dir}."
+        return f"Go on from the last checkpoint: {resume_command(self._output_dir)}."
 
 
 def _write(signum: int, what: str) -> None:

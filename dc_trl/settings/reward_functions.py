@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 # Settings are also read without torch.
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -92,17 +92,6 @@ def require_rewards(name: str, rewards: Any, completions: int) -> list[float | N
                 f"infinite. Return finite numbers of at most {LARGEST:g}, None where there is no reward."
             )
     return [None if math.isnan(value) else value for value in values]
-
-
-def require_finite(named: str, rewards: Tensor) -> None:
-    """Refuse rewards of models, or weighted sums, of shape (B,), of which one is not finite or above `LARGEST`."""
-    wrong = ~(rewards.abs() <= LARGEST)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"{named} is {rewards[row].item():g} for completion {row}: advantages would be 0, infinite or NaN. Give "
-            f"finite rewards of at most {LARGEST:g}."
-        )
 
 
 def excerpt(value: Any) -> str:

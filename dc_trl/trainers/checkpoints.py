@@ -13,13 +13,11 @@ from typing import Any
 from accelerate.logging import get_logger
 from safetensors import SafetensorError
 from transformers import TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 
 from ..files import read_object, replace_folder_link, write_text
 from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, write_manifest
 from ..resuming.interruption import BEGIN_AGAIN, resume_command
 from ..rollouts.buffer import load_rollouts, save_rollouts
-from .batching import is_regrouped
 from .sampling import SamplingTrainer
 
 
@@ -120,9 +118,6 @@ class Checkpoints(TrainerCallback):
                 "num_processes": trainer.accelerator.num_processes,
             }
             write_text(Path(folder, STATE_FILE), json.dumps(of_run, indent=2))
-        # No old checkpoint is removed before the new one is completely on the disk.
-        limit = args.save_total_limit
-        args.save_total_limit = None
         try:
             write()
             if not args.push_to_hub:
@@ -132,11 +127,7 @@ class Checkpoints(TrainerCallback):
             if isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error):
                 raise OSError(f"{folder} cannot be written ({error}): free some space.") from error
             raise
-        finally:
-            args.save_total_limit = limit
         self.saved_at = trainer.state.global_step
-        if args.should_save:
-            rotate_checkpoints(str(Path(folder).parent), limit, trainer.state.best_model_checkpoint, use_mtime=True)
 
     def make_whole(self, folder: str) -> None:
         """Write the file that marks a checkpoint as complete, once every process has written its files."""
@@ -179,8 +170,6 @@ class Checkpoints(TrainerCallback):
         slices = None
         if done > 0 and as_before:
             slices = load_rollouts(self._rollouts_in(checkpoint), trainer.accelerator.device)
-            if trainer.batches is None and is_regrouped(slices):
-                slices = None
         trainer.load_iteration_state(state, within_batch=slices is not None)
         trainer.sampler.load(checkpoint, state)
         if slices is not None:
@@ -188,7 +177,7 @@ class Checkpoints(TrainerCallback):
         elif done > 0:
             logger.warning(
                 f"{checkpoint} was saved within a generation batch by a run with other steps_per_generation, "
-                "num_iterations, length_aware_batches or number of processes: the rest of that batch is discarded, "
+                "num_iterations or number of processes: the rest of that batch is discarded, "
                 "and a new one generated."
             )
 

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from ..config import DCGRPOConfig
-from ..files import lock_output, read_object, set_aside, write_bytes, written_beside
+from ..files import lock_output, read_object, set_aside, written_beside
 from ..hub.card import CARD_FILE, write_run_card
 from ..hub.push import HubClient, without_token
 from ..quantization.policy import unwrapped
@@ -65,8 +65,6 @@ class RunTrainer(SamplingTrainer):
         super().__init__(model, reward_funcs, args, callbacks=callbacks, **kwargs)
         self.checkpoints = Checkpoints(self)
         self.exports_at_end = args.exports_deployment
-        # Deployments that may be replaced, because this trainer wrote them or resumes the run that did.
-        self._own_deployments: set[Path] = set()
         self._resumed_at: int | None = None  # step of the checkpoint from which the present training resumed
 
     def add_callback(self, callback):
@@ -125,16 +123,11 @@ class RunTrainer(SamplingTrainer):
 
     def _train_and_export(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
         self.exports_at_end = self.args.exports_deployment
-        folder = _deployment_in(self.args.output_dir)
-        if checkpoint is not None and Path(checkpoint).resolve().parent == folder.parent:
-            self._own_deployments.add(folder)
-        else:
-            self._own_deployments.discard(folder)
         if self.exports_at_end:
             on_main_process(self._require_exportable)
         output = super().train(checkpoint, *args, **kwargs)
         if self.exports_at_end:
-            self._export(folder)
+            self._export(self.args.output_dir)
         return output
 
     @property
@@ -174,17 +167,10 @@ class RunTrainer(SamplingTrainer):
         self.checkpoints.load(checkpoint)
 
     def write_model(self, output_dir, state_dict):
-        card = Path(self.args.output_dir, CARD_FILE)
-        content = card.read_bytes() if card.is_file() else None
-        try:
-            # The arguments are pickled with the model: without a token.
-            with without_token(self.args), written_beside(Path(output_dir)) as beside:
-                super().write_model(str(beside), state_dict)
-        finally:  # PEFT writes into the card, or begins one, whenever it saves an adapter
-            if content is None:
-                card.unlink(missing_ok=True)
-            else:
-                write_bytes(card, content)
+        # The arguments are pickled with the model: without a token.
+        with without_token(self.args), written_beside(Path(output_dir)) as beside:
+            super().write_model(str(beside), state_dict)
+            (beside / CARD_FILE).unlink(missing_ok=True)  # PEFT's, in place of which a run has its own
 
     # --- the checkpoint that is served ------------------------------------------------------------------------------
 
@@ -222,24 +208,24 @@ class RunTrainer(SamplingTrainer):
         except ValueError as error:
             raise ValueError(f"{error} Or set export_run=False to train without an export.") from error
 
-    def _export(self, folder: Path) -> None:
-        """Write the deployable checkpoint, and rename a folder that this trainer did not write."""
+    def _export(self, directory: str | os.PathLike[str]) -> None:
+        """Write the deployable checkpoint into a directory; a user's folder of that name is renamed."""
+        folder = Path(directory).resolve() / DEPLOYMENT_FOLDER
         with self.parts_clock.part("saving"):
             if self.accelerator.is_main_process:
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                if folder not in self._own_deployments:
+                if not (folder / "config.json").is_file():
                     for kept in set_aside([folder]).values():
-                        logger.warning(f"{folder} belongs to another run and is kept as {kept.name}.")
+                        logger.warning(f"{folder} is no deployment and is kept as {kept.name}.")
             self.save_deployment(folder)
-            self._own_deployments.add(folder)
             logger.info(f"The policy is exported: {serve_line(folder)}")
 
     def save_model(self, output_dir=None, _internal_call=False):
         """Save the model as [`~transformers.Trainer.save_model`] does, and the deployable checkpoint beside it.
 
         The checkpoint is written to `deployment/` in the same directory if `export_run` and a served
-        `deployment_scheme` are set. A folder of that name that this trainer did not write is kept as `deployment.1/`
-        and so on. transformers' own calls for each `checkpoint-N` export nothing, because each would cost the disk
+        `deployment_scheme` are set. A folder of that name without a model is kept as `deployment.1/` and so on.
+        transformers' own calls for each `checkpoint-N` export nothing, because each would cost the disk
         space of a whole model; `DeploymentCheckpointCallback` exports them on request.
 
         Args:
@@ -248,12 +234,8 @@ class RunTrainer(SamplingTrainer):
         Raises:
             OSError: the file system refused; the previous contents are unharmed.
         """
-        args = self.args
-        folder = _deployment_in(args.output_dir if output_dir is None else output_dir)
-        # A user's call that pushes this deployment leaves it to the push to write it.
-        pushed = args.push_to_hub and args.hub_deployment != "none" and folder == _deployment_in(args.output_dir)
-        if args.exports_deployment and not _internal_call and not pushed:
-            self._export(folder)
+        if self.args.exports_deployment and not _internal_call:
+            self._export(self.args.output_dir if output_dir is None else output_dir)
         super().save_model(output_dir, _internal_call)
 
     # --- the Hub ----------------------------------------------------------------------------------------------------
@@ -300,7 +282,3 @@ class RunTrainer(SamplingTrainer):
 def _keeps_history(callback: Any) -> bool:
     kind = callback if isinstance(callback, type) else type(callback)
     return issubclass(kind, HistoryCallback)
-
-
-def _deployment_in(directory: str | os.PathLike[str]) -> Path:
-    return Path(directory).resolve() / DEPLOYMENT_FOLDER
