@@ -4,11 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from accelerate.logging import get_logger
 from trl import GRPOConfig
 
 from .constraint.corrections import correction_of
 from .constraint.forms import coefficient_of
 from .constraint.settings import Constraint, ConstraintSettings, read_correction, read_tolerance
+from .constraint.thresholds import lag_warning
 from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
 from .settings.contradictions import CONTRADICTIONS, refuse, require_effect
@@ -17,6 +19,8 @@ from .settings.fields import require_fields, setting
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe
 
+
+logger = get_logger(__name__)
 
 HubDeployment = Literal["subfolder", "none"]
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
@@ -178,6 +182,10 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         require_effect(self)
         refuse(self, CONTRADICTIONS)
         self._check_sampling()
+        if self.weight_sync_steps > 1 or self.rollout_overlap:
+            lagging = "weight_sync_steps" if self.weight_sync_steps > 1 else "rollout_overlap"
+            if warning := lag_warning(self, f"{lagging}={getattr(self, lagging)!r}"):
+                logger.warning(warning)
 
     @property
     def vllm_time_limit(self) -> float:

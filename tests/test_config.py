@@ -5,6 +5,7 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl.async_grpo import AsyncDCGRPOConfig
 from dc_trl.constraint.lagrangian import LagrangeMultiplier
 from dc_trl.settings.contradictions import NO_EFFECT
 from dc_trl.settings.recipes import RECIPES
@@ -88,6 +89,7 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
         ({"discrepancy_tolerance": "-1"}, ["discrepancy_tolerance=-1", "at least 0"]),
         ({"learning_rate": None}, ["learning_rate=None is invalid: use a finite number, at least 0."]),
         ({"dual_window": 2.5}, ["dual_window=2.5 is invalid: use a whole number, at least 1."]),
+        ({"padding_free": "no"}, ["padding_free='no'", "use True or False"]),
         ({"loss_type": "ppo"}, ["loss_type='ppo' is unknown: choose one of 'grpo'"]),
         # What makes the difference of the engines another one than their mismatch.
         ({"generation_kwargs": {"top_k": None}}, ["top_k=None", "set top_k=0"]),
@@ -131,6 +133,28 @@ def test_every_rule_of_what_has_no_effect_applies(tmp_path):
     with pytest.raises(ValueError, match="with use_vllm=False and deployment_scheme=None: leave it out, or set depl"):
         make_config(tmp_path, recipe="trl", weight_sync_steps=8)
     make_config(tmp_path, recipe="trl", vllm_importance_sampling_correction=False)  # what is off needs no effect
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"weight_sync_steps": 2}, "weight_sync_steps=2"),
+        ({"use_vllm": True, "vllm_mode": "server", "rollout_overlap": True}, "rollout_overlap=True"),
+        ({"weight_sync_steps": 2, "constraint_form": "log_ratio"}, None),
+        ({}, None),
+    ],
+)
+def test_a_form_that_pushes_is_warned_of_with_a_sampler_that_lags(tmp_path, caplog, fields, named):
+    make_config(tmp_path, deployment_scheme="fp8", **fields)
+    warned = [record.message for record in caplog.records if "with such a lag" in record.message]
+    assert len(warned) == (named is not None)
+    assert all(named in message and "constraint_form=" in message for message in warned)
+
+
+@pytest.mark.parametrize("settings", [DCGRPOConfig, AsyncDCGRPOConfig])
+def test_a_misspelt_field_gets_the_nearest_name(tmp_path, settings):
+    with pytest.raises(TypeError, match=r"^rollout_corection is no field .*did you mean rollout_correction\?$"):
+        settings(str(tmp_path), rollout_corection="icepop")
 
 
 def test_values_that_keep_every_token_do_not_truncate(tmp_path):

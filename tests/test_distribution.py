@@ -170,7 +170,7 @@ def test_what_needs_whole_parameters_is_refused_before_the_accelerator_is_built(
     """Where `distributed_state` says MULTI_GPU still, as it does on GPUs."""
     config = make_config(tmp_path, deployment_scheme="fp8")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="copies the policy into a replica, and FSDP1 gives no whole parameters"):
+    with pytest.raises(ValueError, match="without use_vllm reads whole parameters, which FSDP1 divides"):
         DCGRPOTrainer(make_model(), distinct_characters, config, rollout_func=None)
 
 

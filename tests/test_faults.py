@@ -67,8 +67,7 @@ def test_the_way_of_the_weights_is_agreed_on_where_hosts_look_different(seen):
 def test_a_server_that_hangs_is_given_up_before_the_other_process_stops_waiting(seen):
     assert "did not answer /v1/completions" in seen["hung"]
     assert "ddp_timeout" in seen["hung"]
-    assert "The run is saved" in seen["hung"]
-    assert (seen["folder"] / "checkpoint-0" / "trainer_state.json").is_file()
+    assert "No step had ended" in seen["hung"]
 
 
 def make_trainer(url, output_dir, **options):

@@ -123,9 +123,6 @@ HOOKS: dict[str, str] = {
     "transformers.Trainer._maybe_log_save_evaluate": (
         "(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate)"
     ),
-    "transformers.trainer_utils.rotate_checkpoints": (
-        "(output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix)"
-    ),
     "transformers.Trainer._save": "(self, output_dir, state_dict)",
     "transformers.Trainer._push_from_checkpoint": "(self, checkpoint_folder)",
     "transformers.trainer": "module",
@@ -145,7 +142,6 @@ HOOKS: dict[str, str] = {
     "peft.tuners.lora.Embedding": "class",
     "peft.tuners.lora.ParamWrapper": "class",
     "torch.Tensor._version": "getset_descriptor",
-    "transformers.Trainer._load_rng_state": "(self, checkpoint)",
     "torch.cpu._init_amx": "()",
     "torch.ops.aten._scaled_mm": "(*args, **kwargs)",
     "peft.utils.integrations.dequantize_module_weight": "(module)",

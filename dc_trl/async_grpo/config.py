@@ -9,6 +9,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from ..constraint.corrections import correction_of
 from ..constraint.forms import coefficient_of
 from ..constraint.settings import ConstraintSettings, read_correction, read_tolerance
+from ..constraint.thresholds import lag_warning
 from ..rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncation_warning, truncations
 from ..settings.contradictions import CONTRADICTIONS, Rule, refuse, require_effect
 from ..settings.fields import require_fields, setting
@@ -69,6 +70,8 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
                 )
         elif self.truncations:
             logger.warning(truncation_warning(self._sampling, "AsyncGRPO knows none, so sample without truncation"))
+        if warning := lag_warning(self, "the asynchronous sampler of AsyncGRPO"):
+            logger.warning(warning)
 
     @property
     def truncations(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ class LagrangeMultiplier:
 
     ``"auto"`` takes the relative violation v_k = min(δ̄_k/ε − 1, 1) in place of δ̄_k − ε: it has no unit, and a step is
     at most η_λ. ``"pid"`` (arXiv 2007.03964) moves an integral I in this way, and
-    λ_{k+1} = Π( I_{k+1} + η_λ v_k + η_λ max(v_k − v_{k−1}, 0) ).
+    λ_{k+1} = Π( I_{k+1} + K_P v_k + K_D max(v_k − v_{k−1}, 0) ).
 
     Args:
         init: λ_0, within [minimum, maximum].
@@ -28,6 +28,7 @@ class LagrangeMultiplier:
             discrepancy, so an unbounded λ can run away.
         window: number of iterations that δ̄ is averaged over, ≥ 1.
         dual: ``"paper"``, ``"auto"`` or ``"pid"``, see above. The latter two need a tolerance above 0.
+        proportional, derivative: K_P ≥ 0 and K_D ≥ 0 of ``"pid"``, in units of λ.
 
     Attributes:
         tolerance (`float` or `None`): ε; `None` until ``"auto"`` has found it.
@@ -42,12 +43,15 @@ class LagrangeMultiplier:
         maximum: float = 1.0,
         window: int = 1,
         dual: DualAscent = "paper",
+        proportional: float = 0.0,
+        derivative: float = 0.0,
     ):
         self.lr = lr
         self.tolerance = None if tolerance == "auto" else tolerance
         self.minimum = minimum
         self.maximum = maximum
         self._dual = dual
+        self._gains = (proportional, derivative)
         self._value = self._integral = float(init)
         self._violation: float | None = None  # the latest one
         self._recent: deque[float] = deque(maxlen=window)
@@ -65,6 +69,8 @@ class LagrangeMultiplier:
             maximum=settings.lambda_max,
             window=settings.dual_window,
             dual=settings.dual,
+            proportional=settings.lambda_kp or 0.0,
+            derivative=settings.lambda_kd or 0.0,
         )
 
     @property
@@ -95,7 +101,8 @@ class LagrangeMultiplier:
         self._value = self._integral
         if self._dual == "pid":
             rise = 0.0 if self._violation is None else max(violation - self._violation, 0.0)
-            self._value = self._projected(self._integral + self.lr * (violation + rise))
+            proportional, derivative = self._gains
+            self._value = self._projected(self._integral + proportional * violation + derivative * rise)
         self._violation = violation
         return self._value
 

@@ -2,9 +2,10 @@
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from ..settings.command_line import unknown_field
 from ..settings.fields import setting
 from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
 
@@ -92,8 +93,8 @@ class ConstraintSettings:
     dual: DualAscent = setting(
         "paper",
         'How constraint="lagrangian" moves λ. "paper" adds η_λ (δ̄ − ε) (arXiv 2606.08779, eq. 11). "auto" adds '
-        'η_λ (δ̄/ε − 1), at most η_λ, which has no unit. "pid" sums the same violations, and adds lambda_lr times the '
-        "present one and its rise (PID Lagrangian, arXiv 2007.03964).",
+        'η_λ (δ̄/ε − 1), at most η_λ, which has no unit. "pid" sums the same violations, and adds lambda_kp times the '
+        "present one and lambda_kd times its rise (PID Lagrangian, arXiv 2007.03964).",
     )
     lambda_init: Annotated[float, AT_LEAST_0] = setting(
         None,
@@ -110,6 +111,12 @@ class ConstraintSettings:
         None,
         "Upper bound of λ. If it is not set: 1 for the injected form and where the quadratic form divides by a "
         "probability, otherwise four times the form's own lambda_init.",
+    )
+    lambda_kp: Annotated[float, AT_LEAST_0] = setting(
+        None, "Weight of the present violation in a PID multiplier. If it is not set: lambda_lr."
+    )
+    lambda_kd: Annotated[float, AT_LEAST_0] = setting(
+        None, "Weight of a rise of the violation in a PID multiplier. If it is not set: lambda_lr."
     )
     rollout_correction: str = setting(
         "none",
@@ -140,6 +147,14 @@ class ConstraintSettings:
         'replica also has "int3" and "int2", which no engine serves.',
     )
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "ConstraintSettings":
+        """Refuse a misspelt field with the nearest name; Python would only say that it is unexpected."""
+        known = [field.name for field in fields(cls) if field.init]
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(unknown_field(name, known))
+        return super().__new__(cls)
+
     @property
     def correction_names(self) -> tuple[str, ...]:
         """Names of the corrections that `rollout_correction` combines; empty for "none"."""
@@ -158,6 +173,9 @@ class ConstraintSettings:
             "lambda_max": maximum,
             "lambda_lr": 1.0 if self.dual == "paper" else init / 10,
         }
+        if self.dual == "pid":
+            rate = defaults["lambda_lr"] if self.lambda_lr is None else self.lambda_lr
+            defaults |= {"lambda_kp": rate, "lambda_kd": rate}
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)

@@ -105,3 +105,16 @@ def drift_warning(
 def k3_of(settings: ConstraintSettings) -> str:
     """Return the name of the k3 of the part of the mismatch that the remedy of a run acts on."""
     return "discrepancy/k3_kl" if settings.split_by in (None, "discrepancy_split") else "discrepancy/lag_k3_kl"
+
+
+def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
+    """Return a warning if a form that pushes tokens down meets a sampler whose weights lag, as the setting `lag` says.
+
+    None for other settings.
+    """
+    if settings.constraint == "none" or settings.constraint_form not in PUSHES:
+        return None
+    return (
+        f"constraint_form={settings.constraint_form!r} with {lag}: our runs with such a lag and λ 0.1 ended without "
+        "reward. Use recipe='lag', or rollout_correction='ppo_clip' with constraint='none'; see docs/staleness.md."
+    )

@@ -189,6 +189,11 @@ CONTRADICTIONS = (
     ),
     Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"the mean is the whole difference's; {_ONE}"),
     Rule(
+        "score_centering",
+        {"loss_type": ["vespo"], "rollout_correction": lambda c: c.rollout_correction != "none"},
+        "set rollout_correction='none' or another loss_type",
+    ),
+    Rule(
         "rollout_correction",
         {"loss_type": ["vespo"]},
         "VESPO takes a ratio of each token; set 'token_truncate', 'token_mask' or 'icepop'",
@@ -243,7 +248,7 @@ CONTRADICTIONS = (
         "it masks their penalty; set rollout_correction in its place, or constraint='none'",
         ["token_mask", "sequence_mask"],
     ),
-    # And this makes the engines' difference more than their mismatch.
+    # And these make the engines' difference more than their mismatch.
     Rule(
         "generation_kwargs",
         {
@@ -253,5 +258,10 @@ CONTRADICTIONS = (
             )
         },
         "the training log-probabilities are taken at temperature; set temperature alone",
+    ),
+    Rule(
+        "vllm_structured_outputs_regex",
+        {"constraint": lambda c: c.compared_by is not None},
+        "unset it, or set constraint='none', rollout_correction='none' and score_centering=False",
     ),
 )

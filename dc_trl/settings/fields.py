@@ -81,10 +81,13 @@ def require_fields(settings: Any, of: type | None = None) -> None:
     """
     choices, ranges = choices_of(type(settings)), ranges_of(type(settings))
     defaults = {declared.name: declared_default(declared) for declared in fields(settings)}
+    hints = get_type_hints(type(settings))
     for name in (declared.name for declared in fields(of or settings)):
         value = getattr(settings, name)
         if value is None and defaults[name] is None:
             continue
+        if hints[name] is bool and not isinstance(value, bool | None):  # a word is true in Python
+            raise ValueError(f"{name}={value!r} is invalid: use True or False.")
         if name in choices:
             require_choice(name, value, choices[name])
         if name in ranges:

@@ -1,17 +1,15 @@
-"""Reward functions that a user writes: calling them as TRL does, and refusing what would harm a training silently."""
+"""Reward functions that a user writes: calling them as TRL does, and checking what they return."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-
-# Settings are also read without torch.
-if TYPE_CHECKING:
-    from torch import Tensor
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -19,22 +17,71 @@ RewardFunction = Callable[..., list[float | None]]
 LARGEST = 1e18
 
 
-def reward_name(reward: Callable[..., Any]) -> str:
-    """Return the name that TRL gives a reward function: the function's, also within `partial`, or the class's."""
+class CheckedReward:
+    """A reward function, not async, whose rewards are checked before they become advantages; picklable if it is."""
+
+    def __init__(self, reward: Callable[..., Any], name: str):
+        self._reward: Callable[..., Any] = reward
+        self.__name__ = name  # which TRL reads
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return require_rewards(self.__name__, self._reward(*args, **kwargs), len(kwargs["prompts"]))
+
+
+class AsyncCheckedReward(CheckedReward):
+    """The same for an async function, which TRL has to recognise as one."""
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return require_rewards(self.__name__, await self._reward(*args, **kwargs), len(kwargs["prompts"]))
+
+
+def checked_reward(reward: Callable[..., Any], name: str | None = None) -> CheckedReward:
+    """Wrap a reward function, which may be async, so that it refuses what `require_rewards` refuses."""
+    if isinstance(reward, CheckedReward):
+        return reward
+    return (AsyncCheckedReward if is_async(reward) else CheckedReward)(reward, name or reward_name(reward))
+
+
+def _without_partial(reward: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(reward, functools.partial):
         reward = reward.func
+    return reward
+
+
+def reward_name(reward: Callable[..., Any]) -> str:
+    """Return the name that TRL gives a reward function: the function's, also within `partial`, or the class's."""
+    reward = _without_partial(reward)
     return getattr(reward, "__name__", type(reward).__name__)
 
 
-def require_finite(named: str, rewards: Tensor) -> None:
-    """Refuse rewards, or weighted sums, of shape (B,), of which one is not finite or above `LARGEST`."""
-    wrong = ~(rewards.abs() <= LARGEST)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
+def is_async(reward: Callable[..., Any]) -> bool:
+    """Return whether a reward function returns a coroutine, as TRL sees it."""
+    reward = _without_partial(reward)
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+
+
+def require_rewards(name: str, rewards: Any, completions: int) -> list[float | None]:
+    """Return what a reward function returned for so many completions as numbers; None and NaN: there is no reward.
+
+    Raises:
+        TypeError: it is no list, tuple, array or tensor of numbers.
+        ValueError: there are more or fewer rewards than completions, or one is larger than `LARGEST`.
+    """
+    remedy = "return one for each completion, a finite number or None"
+    try:
+        if isinstance(rewards, str | bytes | Mapping | Set):
+            raise TypeError(f"a {type(rewards).__name__}")
+        values = [math.nan if value is None else float(value) for value in rewards]
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: a tensor of several numbers
+        raise TypeError(f"reward function {name!r} returned {excerpt(rewards)} ({error}): {remedy}.") from error
+    if len(values) != completions:
         raise ValueError(
-            f"{named} is {rewards[row].item():g} for completion {row}: advantages would be 0, infinite or NaN. Give "
-            f"finite rewards of at most {LARGEST:g}."
+            f"reward function {name!r} returned {len(values)} rewards for {completions} completions: {remedy}."
         )
+    for row, value in enumerate(values):
+        if abs(value) > LARGEST:
+            raise ValueError(f"reward function {name!r} returned {value:g} for completion {row}: {remedy}.")
+    return [None if math.isnan(value) else value for value in values]
 
 
 def excerpt(value: Any) -> str:
@@ -44,8 +91,13 @@ def excerpt(value: Any) -> str:
 
 
 def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
-    """Call a reward function with arguments as TRL passes them; None where it returned None or NaN."""
-    return [None if value is None or math.isnan(value) else float(value) for value in reward(**arguments)]
+    """Call a reward function, which may be async, with arguments as TRL passes them; see `require_rewards`."""
+    rewards: Any = checked_reward(reward)(**arguments)
+    if inspect.iscoroutine(rewards):
+        # In a thread of its own: in a notebook, this thread runs an event loop already.
+        with ThreadPoolExecutor(1, "dc_trl-reward") as pool:
+            rewards = pool.submit(asyncio.run, rewards).result()
+    return rewards
 
 
 def require_callable(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from transformers import ProcessorMixin
@@ -27,20 +27,6 @@ _OF_VLLM = (
     *("mode", "server_base_url", "server_host", "server_port", "group_port", "server_timeout", "max_model_length"),
     *("tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode", "model_impl", "structured_outputs_regex"),
 )
-
-
-def require_one_turn(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of the trainer that need several dependent requests for one rollout.
-
-    Raises:
-        ValueError: an argument is refused; the message names it.
-    """
-    for name in ("tools", "environment_factory", "rollout_func"):
-        if arguments.get(name):
-            raise ValueError(
-                f"rollout_overlap=True samples a generation batch by one request ahead of training, and {name} "
-                f"asks the engine turn by turn: leave {name} out, or set rollout_overlap=False."
-            )
 
 
 def build_replica(trainer: HookedTrainer, scheme: str) -> Replica:

@@ -175,14 +175,6 @@ class Sampler:
             "rollout_overlap=True, which this run does not use: it is discarded, and a new one is sampled."
         )
 
-    def state(self) -> dict[str, Any]:
-        """Return the state of sampling between two optimizer steps."""
-        return {"schedule": self._schedule.state_dict()}
-
-    def return_to(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state` returned, so that it can be saved after a later step has failed."""
-        self._schedule.load_state_dict(state["schedule"])
-
     def start_again(self) -> None:
         """Forget an earlier training of the same trainer; the engine holds weights of that training."""
         self._schedule, self._held = SyncSchedule(self._trainer.args.weight_sync_steps), None
@@ -320,14 +312,6 @@ class OverlappedSampler(Sampler):
             self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
             self._held = self._ahead_of
         self._engine.load_ahead(Path(folder, AHEAD_FILE))
-
-    def state(self):
-        return super().state() | {"ahead_of": self._ahead_of, "ahead": self._engine.ahead}
-
-    def return_to(self, state):
-        super().return_to(state)
-        self._engine.drop()
-        self._ahead_of, self._engine.ahead = state["ahead_of"], state["ahead"]
 
     def start_again(self):
         super().start_again()
