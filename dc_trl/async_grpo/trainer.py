@@ -120,8 +120,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             raise TypeError(f"args is a {type(args).__name__}: AsyncDCGRPOTrainer needs an AsyncDCGRPOConfig.")
         if args.split_by is not None and (sharding := sharding_of(args)).kind is not None:
             raise ValueError(
-                f"{args.split_by}={getattr(args, args.split_by)!r} reads whole parameters, which "
-                f"{sharding} divides: launch without sharding (DDP), or leave it out."
+                f"{args.split_setting} reads whole parameters, which {sharding} divides: launch without "
+                "sharding (DDP), or leave it out."
             )
         require_startable(
             model=model,

@@ -204,6 +204,11 @@ class ConstraintSettings:
         return "discrepancy_split" if self.discrepancy_split else None
 
     @property
+    def split_setting(self) -> str | None:
+        """`split_by` with its value, for messages; None where nothing splits."""
+        return None if self.split_by is None else f"{self.split_by}={getattr(self, self.split_by)!r}"
+
+    @property
     def comparison(self) -> str:
         """`compared_by` with its value, for messages."""
         return f"{self.compared_by}={getattr(self, str(self.compared_by))!r}"
