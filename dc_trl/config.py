@@ -66,8 +66,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     advantage_estimator: Literal["grpo", "rloo"] = setting(
         "grpo",
-        '"grpo" is TRL\'s group-normalised advantage. "rloo" is the reward minus the mean reward of the prompt\'s '
-        "other completions (arXiv 2402.14740), unscaled; scale_rewards does not apply.",
+        '"grpo" is TRL\'s group-normalised advantage. "rloo" is the reward minus the mean of the prompt\'s other '
+        "rewards (arXiv 2402.14740), unscaled.",
     )
     drop_zero_std_groups: bool = setting(
         False,
@@ -100,9 +100,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     weight_sync: Literal["auto", "nccl", "checkpoint"] = setting(
         "auto",
-        'How new weights reach a vLLM server. "checkpoint": as the deployable checkpoint, which it reloads in place. '
-        '"nccl": by TRL\'s stream of the trained weights. "auto": by checkpoint for quantized schemes and where NCCL '
-        "cannot work (no CUDA, or one shared GPU).",
+        'How new weights reach a vLLM server: "checkpoint", as the deployable checkpoint; "nccl", by TRL\'s stream; '
+        '"auto", by checkpoint for quantized schemes and where NCCL cannot work (no CUDA, or one shared GPU).',
     )
     weight_sync_dir: str | None = setting(
         None,
@@ -111,8 +110,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     weight_sync_steps: Annotated[int, COUNT] = setting(
         1,
-        "Number of optimizer steps after which new weights go to the engine that samples, at the next generation "
-        "batch. Above 1 the engine's weights lag, and δ contains the lag.",
+        "Optimizer steps after which new weights go to the engine. Above 1 its weights lag, and δ contains the lag.",
     )
     vllm_server_base_urls: list[str] | None = setting(
         None,

@@ -41,27 +41,24 @@ class ConstraintSettings:
 
     constraint: Constraint = setting(
         "none",
-        'How the discrepancy is constrained. If it is not set, recipe decides. "none": it is only measured. '
-        '"static": Dual-GRPO (arXiv 2606.08779, eq. 4), with the fixed λ of lambda_init. "lagrangian": DC-GRPO (eqs. '
-        "8 to 11), dual ascent moves λ after each generation batch.",
+        'How the discrepancy is constrained: "none", it is only measured; "static", by the fixed λ of lambda_init '
+        '(arXiv 2606.08779, eq. 4); "lagrangian", by dual ascent (eqs. 8 to 11). If it is not set, recipe decides.',
     )
     constraint_form: str = setting(
         "injected",
-        'How the discrepancy enters the objective. If it is not set, recipe decides. "injected": the paper\'s form, '
-        'advantages minus λ·δ. "quadratic": the gradient of half the squared discrepancy (its appendix B). '
-        '"log_ratio": advantages minus λ·log(π_train/π_inf). "module:function": a function of your own, see '
-        "docs/own_form.md.",
+        'How it enters the objective. If it is not set, recipe decides. "injected": advantages minus λ·δ, the '
+        'paper\'s form; "quadratic": the gradient of half the squared discrepancy (its appendix B); "log_ratio": advantages '
+        'minus λ·log(π_train/π_inf); "module:function": your own, see docs/own_form.md.',
     )
     constraint_target: Target = setting(
         "all",
-        'Which part of the difference between the engines the constraint acts on. "all": log π_train − log π_inf. '
-        '"lag": log π_Q − log π_inf, where π_Q are the same weights through the deployed forward; see '
-        "discrepancy_split.",
+        'What the constraint acts on: "all", log π_train − log π_inf; "lag", log π_Q − log π_inf, where π_Q are the '
+        "same weights through the deployed forward; see discrepancy_split.",
     )
     discrepancy_split: bool = setting(
         False,
-        "Measure the number format's part of the discrepancy and the lag's on their own, as discrepancy/format_* and "
-        "discrepancy/lag_*, by one more forward without a gradient, through the deployed forward.",
+        "Measure the format's and the lag's part of the discrepancy on their own (discrepancy/format_* and lag_*), by "
+        "one more forward without a gradient.",
     )
     discrepancy_measure: Measure = setting(
         "prob_diff",
@@ -74,22 +71,17 @@ class ConstraintSettings:
     )
     discrepancy_tolerance: Tolerance = setting(
         None,
-        "Tolerance ε in units of the measure, at least 0: λ grows while the batch discrepancy δ̄ is above it. If it is "
-        'not set: "auto" where λ moves, elsewhere the paper\'s 0.0037 (8B). With "auto", λ rests for the first ten '
-        "generation batches; ε is then the mean of their δ̄ plus 2.37 standard deviations, which one healthy batch in "
-        "forty exceeds.",
+        "Tolerance ε, in units of the measure, above which δ̄ lets λ grow. If it is not set: the paper's 0.0037, or "
+        '"auto" where λ moves: it rests for the first ten generation batches, and ε is then the mean of their δ̄ plus '
+        "2.37 standard deviations, which one healthy batch in forty exceeds.",
     )
-    discrepancy_margin: Annotated[float, AT_LEAST_0] = setting(
-        0.0, "Tokens whose δ is at or below this margin are not penalised."
-    )
+    discrepancy_margin: Annotated[float, AT_LEAST_0] = setting(0.0, "Tokens with a δ up to this are not penalised.")
     batch_reduction: Reduction = setting(
         "sequence",
         'How the batch discrepancy δ̄ (eq. 11) is averaged: "sequence" is the mean over trajectories of their token '
         'means, "token" is the mean over all tokens.',
     )
-    dual_window: Annotated[int, COUNT] = setting(
-        1, "Number of generation batches that δ̄ is averaged over before it moves λ."
-    )
+    dual_window: Annotated[int, COUNT] = setting(1, "Generation batches that δ̄ is averaged over before it moves λ.")
     dual: DualAscent = setting(
         "paper",
         'How constraint="lagrangian" moves λ. "paper" adds η_λ (δ̄ − ε) (arXiv 2606.08779, eq. 11). "auto" adds '
@@ -109,14 +101,13 @@ class ConstraintSettings:
     lambda_min: Annotated[float, AT_LEAST_0] = setting(0.0, "Lower bound of λ.")
     lambda_max: Annotated[float, AT_LEAST_0] = setting(
         None,
-        "Upper bound of λ. If it is not set: 1 for the injected form and where the quadratic form divides by a "
-        "probability, otherwise four times the form's own lambda_init.",
+        "Upper bound of λ. If it is not set: 1 where lambda_init is 0.1 or 0.05 by default, otherwise four times it.",
     )
     lambda_kp: Annotated[float, AT_LEAST_0] = setting(
-        None, "Weight of the present violation in a PID multiplier. If it is not set: lambda_lr."
+        None, "Weight of the present violation with dual='pid'. If it is not set: lambda_lr."
     )
     lambda_kd: Annotated[float, AT_LEAST_0] = setting(
-        None, "Weight of a rise of the violation in a PID multiplier. If it is not set: lambda_lr."
+        None, "Weight of a rise of the violation with dual='pid'. If it is not set: lambda_lr."
     )
     rollout_correction: str = setting(
         "none",

@@ -38,11 +38,9 @@ def proposed_tolerance(batch_discrepancies: Sequence[float]) -> float:
     n − 1: for n = 10 the product of both factors is 2.37, for many batches 1.96. The rule is ours; the papers state
     values only.
 
-    δ̄ of a further healthy batch is above ε with a probability of 2.5 %, one in forty. λ falls back after such a
-    batch, while a lasting rise moves λ at once. The probability is exact for independent, normally distributed δ̄, as
-    a mean over the n batches that ε was computed from: the ε of a single run may be exceeded more or less often. A δ̄
-    that is skewed to the right exceeds ε more often: 3.3 %, 4.1 % or 6.4 % where it is log-normal with n = 10 and the
-    standard deviation of its logarithm is 0.1, 0.2 or 0.6 (400,000 simulations of each).
+    δ̄ of a further healthy batch is above ε with a probability of 2.5 %, one in forty, as a mean over what the n
+    batches might have been. That is exact for independent, normally distributed δ̄; a δ̄ that is skewed to the right
+    exceeds ε more often (4.1 % where it is log-normal with n = 10 and a deviation of its logarithm of 0.2).
 
     Args:
         batch_discrepancies: δ̄ of n independent generation batches, in units of the measure, n ≥ 2. They must have the

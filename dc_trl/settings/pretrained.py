@@ -16,13 +16,7 @@ def load_config(name: str, field: str = "model_name_or_path", **options: Any) ->
 def load_config_and_tokenizer(
     name: str | None, field: str = "model_name_or_path", padding_side: str | None = None, **options: Any
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Load configuration and tokenizer of a model: small files, which show whether it exists.
-
-    Args:
-        name: Hub id or directory.
-        field: the option that it comes from.
-        padding_side: of the tokenizer, its own by default.
-        **options: of `from_pretrained`: revision, trust_remote_code.
+    """Load configuration and tokenizer of a model, with options of `from_pretrained`; `field` is where it comes from.
 
     Raises:
         ValueError, OSError: there is no such model, or it has no tokenizer.
