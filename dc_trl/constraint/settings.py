@@ -47,8 +47,8 @@ class ConstraintSettings:
     constraint_form: str = setting(
         "injected",
         'How it enters the objective. If it is not set, recipe decides. "injected": advantages minus λ·δ, the '
-        'paper\'s form; "quadratic": the gradient of half the squared discrepancy (its appendix B); "log_ratio": advantages '
-        'minus λ·log(π_train/π_inf); "module:function": your own, see docs/own_form.md.',
+        'paper\'s form; "quadratic": the gradient of half the squared discrepancy (its appendix B); "log_ratio": '
+        'advantages minus λ·log(π_train/π_inf); "module:function": your own, see docs/own_form.md.',
     )
     constraint_target: Target = setting(
         "all",

@@ -108,10 +108,7 @@ def k3_of(settings: ConstraintSettings) -> str:
 
 
 def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
-    """Return a warning if a form that pushes tokens down meets a sampler whose weights lag, as the setting `lag` says.
-
-    None for other settings.
-    """
+    """Return a warning if a form that pushes tokens down meets a sampler that lags by the setting `lag`; else None."""
     if settings.constraint == "none" or settings.constraint_form not in PUSHES:
         return None
     return (

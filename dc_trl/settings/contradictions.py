@@ -39,10 +39,15 @@ MEANS_OF_MICRO_BATCHES: dict[str, Callable[[Any], bool]] = {
 }
 
 _SERVER = "set use_vllm=True and vllm_mode='server'"
+_SCHEME = "set deployment_scheme (for example 'fp8')"
 
 
 def _any(settings: Any) -> bool:
     return True
+
+
+def _steps_within_batch(settings: Any) -> bool:
+    return settings.gradient_accumulation_steps % (settings.steps_per_generation * settings.num_iterations) != 0
 
 
 def _has_deployed_forward(settings: Any) -> bool:
@@ -58,7 +63,7 @@ NO_EFFECT = (
         "choose constraint='static' or 'lagrangian'",
     ),
     Rule("dual dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
-    Rule("train_through_quantization", {"deployment_scheme": [None]}, "set deployment_scheme (for example 'fp8')"),
+    Rule("train_through_quantization", {"deployment_scheme": [None]}, _SCHEME),
     Rule("vllm_importance_sampling_correction weight_sync", {"use_vllm": [False]}, "set use_vllm=True"),
     Rule(
         "weight_sync_steps",
@@ -136,20 +141,14 @@ CONTRADICTIONS = (
         "choose a value within these bounds, or widen them",
         _any,
     ),
-    Rule(
-        "discrepancy_split constraint_target rollout_correction_target",
-        {"deployment_scheme": [None]},
-        "set deployment_scheme to the format in which the engine samples, whose part it separates (for example 'fp8')",
-    ),
+    Rule("discrepancy_split constraint_target rollout_correction_target", {"deployment_scheme": [None]}, _SCHEME),
     Rule(
         "recipe",
         {"deployment_scheme": [None]},
-        "set deployment_scheme to the format in which the engine samples, which it trains through (for example 'fp8')",
+        _SCHEME,
         lambda c: c.train_through_quantization and RECIPES[c.recipe]["train_through_quantization"],
     ),
-    Rule(
-        "dual", {"discrepancy_tolerance": [0]}, "set a tolerance above 0, or 'auto': the violation is relative to it"
-    ),
+    Rule("dual", {"discrepancy_tolerance": [0]}, "set a tolerance above 0 or 'auto': the violation is relative to it"),
     *(
         Rule(name, {"deployment_scheme": _has_deployed_forward}, remedy)
         for name, remedy in (
@@ -158,21 +157,12 @@ CONTRADICTIONS = (
             ("torch_compile", f"it would not see the hooks of the deployed forward; {_ONE}"),
         )
     ),
-    Rule(
-        "score_centering",
-        {"deployment_scheme": [None], "use_vllm": [False]},
-        "it reads the distribution of the engine; set deployment_scheme (for example 'fp8'), or use_vllm=True",
-    ),
+    Rule("score_centering", {"deployment_scheme": [None], "use_vllm": [False]}, f"{_SCHEME}, or use_vllm=True"),
     Rule("score_centering", {"importance_sampling_level": ["sequence"]}, "set importance_sampling_level='token'"),
     Rule("score_centering", {"beta": lambda c: c.beta != 0}, "the KL term would be centred too; set beta=0"),
     Rule(
         "score_centering",
-        {
-            "steps_per_generation": lambda c: (
-                c.gradient_accumulation_steps % (c.steps_per_generation * c.num_iterations) != 0
-            ),
-            "num_iterations": _any,
-        },
+        {"steps_per_generation": _steps_within_batch, "num_iterations": _any},
         "it needs the weights that sampled until a generation batch is used up; set num_iterations=1 and "
         "steps_per_generation to gradient_accumulation_steps",
     ),
@@ -182,11 +172,7 @@ CONTRADICTIONS = (
         "the mean needs a weight of each token by itself; set 'token_truncate', 'token_mask', 'icepop', 'tv_mask', "
         "'ppo_clip', 'odds_truncate' or 'none'",
     ),
-    Rule(
-        "score_centering",
-        {"vllm_importance_sampling_correction": [True]},
-        "its weights would multiply the mean too; set rollout_correction='token_truncate' in its place",
-    ),
+    Rule("score_centering", {"vllm_importance_sampling_correction": [True]}, f"it would weigh the mean too; {_ONE}"),
     Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"the mean is the whole difference's; {_ONE}"),
     Rule(
         "score_centering",
@@ -214,25 +200,13 @@ CONTRADICTIONS = (
         ["nccl"],
     ),
     Rule("weight_sync_steps", {"weight_sync": ["nccl"]}, "checkpoints need older weights; set weight_sync='auto'"),
-    Rule(
-        "weight_sync_steps",
-        {"use_vllm": [True], "vllm_enable_sleep_mode": [True]},
-        "sleeping drops weights that the next rollouts need; set vllm_enable_sleep_mode=False",
-    ),
+    Rule("weight_sync_steps", {"use_vllm": [True], "vllm_enable_sleep_mode": [True]}, f"sleep drops weights; {_ONE}"),
     *(
         Rule("max_tokens_per_micro_batch", {name: applies}, f"the loss is a mean over a micro-batch; {_ONE}")
         for name, applies in MEANS_OF_MICRO_BATCHES.items()
     ),
-    Rule(
-        "routing_replay",
-        {"use_vllm": [False], "deployment_scheme": [None]},
-        "set deployment_scheme (for example 'bf16'), or use_vllm=True with vllm_mode='server'",
-    ),
-    Rule(
-        "routing_replay",
-        {"use_vllm": [True], "vllm_mode": ["colocate"]},
-        "TRL's own engine does not return the chosen experts; set vllm_mode='server'",
-    ),
+    Rule("routing_replay", {"use_vllm": [False], "deployment_scheme": [None]}, f"{_SCHEME}, or {_SERVER}"),
+    Rule("routing_replay", {"use_vllm": [True], "vllm_mode": ["colocate"]}, _SERVER),
     # Those that follow keep the penalty from tokens that δ̄ counts: λ would climb to `lambda_max` without effect.
     Rule(
         "importance_sampling_level",
@@ -259,9 +233,5 @@ CONTRADICTIONS = (
         },
         "the training log-probabilities are taken at temperature; set temperature alone",
     ),
-    Rule(
-        "vllm_structured_outputs_regex",
-        {"constraint": lambda c: c.compared_by is not None},
-        "unset it, or set constraint='none', rollout_correction='none' and score_centering=False",
-    ),
+    Rule("vllm_structured_outputs_regex", {"constraint": lambda c: c.compared_by is not None}, "unset it"),
 )
