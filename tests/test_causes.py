@@ -212,7 +212,7 @@ def test_script_splits_and_fails_above_a_bound(script, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "where δ̄ comes from" in shown
     assert all(cause in shown for cause in (*engine.diagnosis.split.shares, "unexplained"))
-    assert "ADVICE, replica fp8: " in shown
+    assert "ADVICE, replica:fp8: " in shown
     with pytest.raises(SystemExit) as stop:
         script("--engine", "replica:fp8", "--no_split", "--fail_above", "1e-6")
     delta = engine.estimates["discrepancy"].value

@@ -98,10 +98,6 @@ HOOKS: dict[str, str] = {
     "trl.generation.vllm_client.VLLMClient.reset_prefix_cache": "(self)",
     "trl.generation.vllm_client.VLLMClient._get": "(self, url, **kwargs)",
     "trl.generation.vllm_client.VLLMClient._post": "(self, url, **kwargs)",
-    "trl.generation.vllm_client.VLLMClient._generate_from_features": (
-        "(self, prompts, features, sampling_params, max_concurrent_requests)"
-    ),
-    "trl.generation.vllm_client.VLLMClient.image_features": "(self, images, max_concurrent_requests)",
     "trl.generation.vllm_client.VLLMClient.generate": (
         "(self, prompts, features, n, repetition_penalty, temperature, top_p, top_k, min_p, max_tokens, "
         "logprobs, structured_outputs_regex, generation_kwargs)"

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dc_trl.doctor import run, smoke
 from dc_trl.doctor.run import (
@@ -40,45 +38,18 @@ SECRET = "hf_abcdefghijklmnop1234"
 # --- what is published
 
 
-@pytest.fixture(scope="module")
-def alice():
-    """The environment of a user with a secret, and a home folder somewhere else than usual."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", "/data/people/alice")
-        patch.setenv("USER", "alice")
-        patch.setenv("LOGNAME", "alice")
-        patch.setenv("MY_API_KEY", "open sesame 42")
-        yield
-
-
-PRIVATE = [
-    "/data/people/alice/runs/x.py",
-    "/home/bob/.cache/thing",
-    "/Users/carol/x",
-    socket.gethostname(),
-    "open sesame 42",
-    SECRET,
-    "https://user:pass@host.org/path",
-    "Bearer abcdef",
-]
-FORBIDDEN = re.compile(
-    rf"alice|/home/|/Users/|bob|carol|sesame|hf_abc|user:pass|abcdef|\b{re.escape(socket.gethostname())}\b"
-)
-
-
-@given(
-    st.lists(st.sampled_from(PRIVATE), min_size=1, max_size=4),
-    st.sampled_from([" ", ", ", "\n", " ('", "', '", " (", "): "]),
-)
-def test_the_block_holds_nothing_private(alice, words, between):
-    text = between.join(["", *words, ""])
-    assert FORBIDDEN.search(text)
+def test_the_block_holds_nothing_private(monkeypatch):
+    monkeypatch.setenv("HOME", "/data/people/alice")
+    monkeypatch.setenv("MY_API_KEY", "open sesame 42")
+    text = f"/data/people/alice/runs/x.py ('/home/bob/.cache'): /Users/carol/x, {socket.gethostname()} open sesame 42"
+    text += f" {SECRET}\nhttps://user:pass@host.org/path ``` Bearer abcdef"
     results = [
         Result("device", "passed", 1.0, "", {"GPU 0": text, "note": text}),
         Result("server:fp8", "failed", 2.0, text, {"vLLM": text}),
     ]
     shown = block(results, {"packages": text}, text)
-    assert not FORBIDDEN.search(shown), shown
+    private = ["alice", "/home/", "/Users/", "bob", "carol", "sesame", "hf_abc", "user:pass", "abcdef"]
+    assert not [word for word in [*private, socket.gethostname()] if word in shown]
     assert shown.startswith("```text\n")
     assert shown.endswith("\n```")
     assert shown.count("```") == 2

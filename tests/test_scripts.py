@@ -1,10 +1,8 @@
 """The scripts as a user runs them: what they make, what they refuse, and what they never overwrite."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -52,28 +50,6 @@ def refusal(launch, capsys=None, **options):
 def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_the_readme_command_in_a_process_of_its_own(tmp_path):
-    command = [os.path.join(os.path.dirname(sys.executable), "accelerate"), "launch", "scripts/train.py"]
-    command += ["--config", "configs/quickstart.yaml", "--output_dir", str(tmp_path), "--max_steps", "3"]
-    command += ["--eval_size", "64", "--per_device_train_batch_size", "32", "--report_to", "tensorboard"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for words in ("64 held-out problems", "before", "after", "discrepancy δ̄", "multiplier λ", "tokens", "seconds"):
-        assert words in done.stdout
-    assert "reward=" in done.stderr
-    assert "δ̄=" in done.stderr
-    assert "λ=" in done.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["before"]["problems"] == 64
-    assert 0.2 < summary["before"]["greedy"] < 0.65  # the shipped model
-    assert summary["steps"] == 3
-    assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"
-    AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert list(tmp_path.rglob("events.out.tfevents*"))
 
 
 def test_a_run_is_never_overwritten_and_can_be_continued(launch):
@@ -169,21 +145,6 @@ def test_a_tokenizer_without_chat_template_trains_on_plain_prompts(launch, tmp_p
     summary = json.loads((output / "summary.json").read_text())
     assert summary["steps"] == 1
     assert summary["after"]["problems"] == 8
-
-
-def test_the_shipped_model_is_what_it_says(tokenizer):
-    assert sum(path.stat().st_size for path in TINY_MODEL.iterdir()) < 6e6
-    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL)
-    assert model.config.model_type == "qwen3"
-    assert 0.5e6 <= model.num_parameters() <= 3e6
-    for text in (
-        "héllo 你好 🎉\x00\x07\n\t  lead",
-        "  a \\boxed{3} b",
-        " .,!? don't 's",
-        "\ufeff\u200b\U0001f468\u200d",
-    ):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert len(tokenizer("\\boxed{")["input_ids"]) == 1
 
 
 def test_the_shipped_model_is_as_good_as_its_card_says(tokenizer):

@@ -9,7 +9,7 @@ import pytest
 from trl.generation.vllm_client import VLLMClient
 
 from dc_trl.serving.client import ServerClient
-from dc_trl.serving.errors import ServerError, ServerUnavailableError
+from dc_trl.serving.errors import ServerError
 from dc_trl.serving.fit import check_server
 from dc_trl.serving.server import VLLMServer
 
@@ -148,13 +148,6 @@ def test_a_key_is_not_shown_in_the_servers_last_words(tmp_path):
     server = VLLMServer("unused", options=["--api-key", "mine", "--nothing=x"], log_path=tmp_path / "log")
     (tmp_path / "log").write_text("vllm: error: unrecognized arguments: mine --nothing=x\n")
     assert server.last_error() == "vllm: error: unrecognized arguments: (hidden) --nothing=x"
-
-
-def test_a_server_that_never_comes_is_waited_for_and_given_up():
-    lines: list[str] = []
-    with pytest.raises(ServerUnavailableError, match=r"after 2 s.*vllm_server_timeout"):
-        ServerClient("http://127.0.0.1:9", start_timeout=2, report=lines.append)
-    assert "waiting for vLLM" in lines[0]
 
 
 def test_fp8_products_are_what_onednns_reference_gives():

@@ -10,13 +10,6 @@ from ..records.results import write_result
 CALIBRATION_FILE = "calibration.json"
 
 
-def label(engine: str) -> str:
-    """Return an engine's name for readers: `vLLM fp8`, `replica fp8`, or the host of a URL."""
-    if "://" in engine:
-        return engine.split("://", 1)[1]
-    return engine.replace("replica:", "replica ") if engine.startswith("replica:") else f"vLLM {engine}"
-
-
 class Tolerance(NamedTuple):
     """The proposed ε with its 95 % interval, and mean and standard deviation of δ̄ over generation batches."""
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ..records.estimators import Estimate
 from ..records.tables import TableRows, print_table
-from .result import Calibration, Diagnosis, EngineMismatch, Tolerance, label
+from .result import Calibration, Diagnosis, EngineMismatch, Tolerance
 
 
 _SHOWN = ("50", "90", "99", "99.9")
@@ -21,7 +21,7 @@ def summary_table(calibration: Calibration) -> TableRows:
         ("tokens", lambda e: f"{e.tokens:,}"),
         ("completions cut off", lambda e: f"{e.truncated / e.completions:.1%}"),
     ]
-    head = ["", *(label(engine.engine) for engine in calibration.engines)]
+    head = ["", *(engine.engine for engine in calibration.engines)]
     return head, [[name, *(cell(engine) for engine in calibration.engines)] for name, cell in rows]
 
 
@@ -44,15 +44,15 @@ def print_calibration(calibration: Calibration) -> None:
     print_table(*summary_table(calibration), f"{settings['model']}, δ by {settings['measure']}")
     for engine in calibration.engines:
         if engine.diagnosis is not None:
-            print_table(*split_table(engine.diagnosis), f"{label(engine.engine)}: where δ̄ comes from")
+            print_table(*split_table(engine.diagnosis), f"{engine.engine}: where δ̄ comes from")
     print("How ε follows from δ̄: docs/calibration.md, the rule for ε.")
     for engine in calibration.engines:
         for advice in engine.diagnosis.advice if engine.diagnosis is not None else []:
-            print(f"ADVICE, {label(engine.engine)}: {advice}")
+            print(f"ADVICE, {engine.engine}: {advice}")
         for note in engine.notes:
-            print(f"NOTE, {label(engine.engine)}: {note}")
+            print(f"NOTE, {engine.engine}: {note}")
     for engine in calibration.engines:
-        print(f"{engine.tolerance.config_line}  # {label(engine.engine)}, measured on {settings['prompts']} prompts")
+        print(f"{engine.tolerance.config_line}  # {engine.engine}, measured on {settings['prompts']} prompts")
 
 
 def _interval(estimate: Estimate | Tolerance) -> str:

@@ -24,10 +24,6 @@ def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "serve")
     add_model(parser, "of the model that is trained")
     parser.add_argument("--scheme", default="bf16", choices=SCHEMES, help="format that the server runs in")
-    parser.add_argument(
-        "--checkpoint_dir",
-        help="directory that keeps the checkpoint in the scheme; without one it is deleted at the end",
-    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 chooses a free one")
     parser.add_argument("--max_model_len", type=int, help="largest number of tokens of a prompt and its completion")
@@ -51,7 +47,6 @@ def main(words: Sequence[str] | None = None) -> None:
             args.model,
             args.scheme,
             revision=args.revision,
-            checkpoint_dir=args.checkpoint_dir,
             host=args.host,
             port=args.port,
             max_model_len=args.max_model_len,

@@ -1,6 +1,7 @@
 """Work in threads that do not delay the end of the process, and that any thread can end."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -37,6 +38,9 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     in_thread(loop.run_forever)
     return loop
+
+
+os.register_at_fork(after_in_child=_event_loop.cache_clear)  # the thread does not exist there
 
 
 @contextmanager

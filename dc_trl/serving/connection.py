@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_SECONDS = 10.0
-_MAX_CONCURRENT = 512  # largest number of concurrent requests; a process may have 1,024 open files by default
+MAX_CONCURRENT = 512  # largest number of concurrent requests; a process may have 1,024 open files by default
 _RETRY_STATUSES = (408, 425, 429)  # the HTTP 4xx that mean "later" and not "no"
 
 
@@ -127,7 +127,7 @@ class Connection:
 
     def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the answers to several concurrent requests; if one fails, the others are abandoned."""
-        room = asyncio.Semaphore(_MAX_CONCURRENT)
+        room = asyncio.Semaphore(MAX_CONCURRENT)
 
         async def ask(body: dict[str, Any]) -> dict[str, Any]:
             async with room:

@@ -1,16 +1,17 @@
 """Several vLLM servers that hold the same weights, with the interface of one."""
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from contextlib import ExitStack
 from functools import partial
+from itertools import cycle
 from typing import Any, TypeVar
 
 from .answers import require_rollout
 from .background import all_of, in_coroutine, in_thread
 from .client import RolloutClient, ServerClient, Weights
-from .connection import Deadline, Patience, persist
+from .connection import MAX_CONCURRENT, Deadline, Patience, persist
 from .errors import ServerError, ServerUnavailableError
 
 
@@ -26,8 +27,6 @@ class PooledServer:
         self.url = client.connection.url
         self._fits = fits
         fits(client)
-        info = client.get_server_info()
-        self.sequences = info["scheduler_config"]["max_num_seqs"] * info["parallel_config"]["data_parallel_size"]
         self.lost: str | None = None  # why it gets no prompts
         self.answered = 0  # number of prompts
 
@@ -59,8 +58,8 @@ class ServerPool(RolloutClient):
     """Client of several vLLM servers that sample one policy and hold the same version of its weights.
 
     Each prompt of a rollout is a separate request for all of its completions, and has its own seed, so that every
-    server, and every new try, samples the same completions. A server that takes prompts holds the present
-    version of the weights before and after each of them, and gets the next prompt when it has room for it.
+    server, and every new try, samples the same completions. The servers get equally many prompts, and hold the present
+    version of the weights before and after each of them.
 
     A server that fails is lost: its prompts go to the others, and it is asked again before each rollout and
     synchronization. It takes prompts again once it is up, fits and has loaded the present weights. Only if all servers
@@ -151,47 +150,29 @@ class ServerPool(RolloutClient):
         self.seeds.forget()
         answers: list[dict[str, Any] | None] = [None] * len(requests)
 
+        room = asyncio.Semaphore(MAX_CONCURRENT)
+
+        async def ask(server: PooledServer, number: int) -> None:
+            try:
+                async with room:
+                    answers[number] = await server.complete(requests[number], self.weights)
+                server.answered += 1
+            except ServerUnavailableError as error:
+                self.lose(server, error)
+
         def go_on(deadline: Deadline) -> None:
             ready = self._prepare_servers(deadline)
-            while None in answers:  # once, but for prompts of a server that failed
-                living = [server for server in ready if server.lost is None]
-                if not living:
-                    raise ServerUnavailableError("; ".join(str(server.lost) for server in ready))
-                in_coroutine(self._share(requests, answers, body["n"], living, deadline))
+            with ExitStack() as stack:
+                for server in ready:
+                    stack.enter_context(server.client.connection.task(deadline))
+                while left := [number for number, answer in enumerate(answers) if answer is None]:
+                    living = [server for server in ready if server.lost is None]
+                    if not living:
+                        raise ServerUnavailableError("; ".join(str(server.lost) for server in ready))
+                    in_coroutine(all_of(map(ask, cycle(living), left)))
 
         self._persist(go_on)
         return self._take_choices([choice for answer in answers if answer is not None for choice in answer["choices"]])
-
-    async def _share(
-        self,
-        requests: list[dict[str, Any]],
-        answers: list[dict[str, Any] | None],
-        completions: int,
-        servers: list[PooledServer],
-        deadline: Deadline,
-    ) -> None:
-        """Fill in the answers that are None. Each server takes the next prompt when it has room for it."""
-        left = [number for number, answer in enumerate(answers) if answer is None][::-1]
-
-        async def work(server: PooledServer) -> None:
-            while left and server.lost is None:
-                number = left.pop()
-                try:
-                    answers[number] = await server.complete(requests[number], self.weights)
-                    server.answered += 1
-                except ServerUnavailableError as error:
-                    left.append(number)
-                    self.lose(server, error)
-
-        # One prompt more than it runs waits at each server for the next place.
-        places = [(place, server) for server in servers for place in range(server.sequences // completions + 1)]
-        workers = [work(server) for _, server in sorted(places, key=lambda each: each[0])]
-        try:
-            async with asyncio.timeout(deadline.left if deadline.left < math.inf else None):
-                await all_of(workers)
-        except TimeoutError as error:
-            urls = " and ".join(server.url for server in servers)
-            raise ServerUnavailableError(f"vLLM at {urls} did not answer all prompts in time") from error
 
 
 def meet_all(urls: Sequence[str], meet: Callable[[str], T]) -> list[T]:

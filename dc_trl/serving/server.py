@@ -187,11 +187,10 @@ class VLLMServer:
                 waited = time.monotonic() - begin
                 ended = self._watchdog.poll() is not None
                 if ended or waited > self._start_timeout:
-                    why = f"ended with exit code {self._watchdog.returncode}" if ended else "did not come up"
-                    raise ServerError(
-                        f"vLLM {why} after {waited:.0f} s (start_timeout={self._start_timeout:g}; in a training run, "
-                        f"vllm_server_timeout): {self.last_error()} (log: {self.log_path})"
-                    )
+                    code = self._watchdog.returncode
+                    limit = f"is not up after start_timeout={self._start_timeout:g} s (a run's vllm_server_timeout)"
+                    why = f"ended with exit code {code} after {waited:.0f} s" if ended else limit
+                    raise ServerError(f"vLLM {why}: {self.last_error()} (log: {self.log_path})")
                 if time.monotonic() - reported > 10:
                     reported = time.monotonic()
                     self._report(f"vLLM is starting at {self.url}: {waited:.0f} s")
@@ -234,7 +233,6 @@ def serve(
     scheme: str = "bf16",
     *,
     revision: str = "main",
-    checkpoint_dir: str | os.PathLike[str] | None = None,
     report: Callable[[str], None] = print,
     options: Sequence[str] = (),
     **kwargs: Any,
@@ -245,8 +243,6 @@ def serve(
         model: Hub id or directory of the model; also the name that clients use.
         scheme: one of `dc_trl.quantization.schemes.SCHEMES`.
         revision: revision of the Hub model.
-        checkpoint_dir: directory in which the checkpoint in the scheme is kept, by default a temporary one that is
-            removed after the block. `bf16` needs none.
         report, options, **kwargs: see `VLLMServer`.
 
     Raises:
@@ -254,7 +250,7 @@ def serve(
         ServerError: the server did not come up.
     """
     with temporary_folder("checkpoint") as folder:
-        served = model if scheme == "bf16" else str(checkpoint_dir or folder / "checkpoint")
+        served = model if scheme == "bf16" else str(folder / "checkpoint")
         if scheme == "bf16":
             options = ["--revision", revision, *options]
         # All errors in the arguments are raised before the model is loaded.

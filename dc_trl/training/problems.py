@@ -115,23 +115,15 @@ def load_data(
 
 
 def draw_prompts(data: DataArguments, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[Prompt]:
-    """Draw prompts at random from a data set, by default the built-in arithmetic.
+    """Draw prompts at random from a data set, by default the built-in arithmetic; their answers may be anything.
 
     Args:
-        data, tokenizer: settings of the data, and the model's tokenizer; rows need no answer.
+        data, tokenizer: settings of the data, and the model's tokenizer.
         count: number of prompts; if there are fewer, a line says so and all are returned.
         seed: seed of the draw and of the arithmetic problems.
     """
-    if data.dataset_name in (None, "arithmetic", "dapo"):
-        named = replace(data, dataset_name=data.dataset_name or "arithmetic")
-        every = load_data(named, tokenizer, seed, count)[0]["prompt"][:]
-    else:
-        rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
-        if data.answer_column.split(".")[0] not in rows.column_names:
-            # Nothing is graded here, so a file with only prompts is enough.
-            rows = rows.add_column(data.answer_column, ["0"] * len(rows))
-        columns, limit = (data.prompt_column, data.answer_column), data.max_prompt_length
-        every = load_prompts(rows, tokenizer, *columns, data.instruction, limit, graded=False)[0]["prompt"][:]
+    ungraded = replace(data, dataset_name=data.dataset_name or "arithmetic", rewards=[])
+    every = load_data(ungraded, tokenizer, seed, count)[0]["prompt"][:]
     if len(every) < count:
         print(f"prompts={count}: there are {len(every)}, and all of them are taken", flush=True)
     return random.Random(seed).sample(every, min(count, len(every)))
