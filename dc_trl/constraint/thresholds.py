@@ -52,8 +52,10 @@ def reading(k3: float, may_lag: bool, level: float = 0.0) -> str:
         above = f"above twice the run's own level in step ({level:.2g})"
         if k3 < LAG_COSTS + usual:
             return f"less than {LAG_COSTS:g} {above}, where a lag cost our tiny models little: no more is needed"
+        far = k3 > FAR + usual
+        cost = "8 points of accuracy or more" if far else "8 to 10 points of accuracy on the mean"
         return (
-            f"more than {LAG_COSTS:g} {above}, where a lag cost our tiny models 8 points of accuracy or more: lower "
+            f"more than {FAR if far else LAG_COSTS:g} {above}, where a lag cost our tiny models {cost}: lower "
             "weight_sync_steps, or see docs/staleness.md"
         )
     if k3 < NO_REMEDY_IN_STEP:

@@ -10,7 +10,10 @@ from .paths import require_model_path
 def load_config(name: str, field: str = "model_name_or_path", **options: Any) -> PretrainedConfig:
     """Load the configuration of a model, with options of `from_pretrained`; refuse a path without one."""
     require_model_path(name, field)
-    return AutoConfig.from_pretrained(name, **options)
+    try:
+        return AutoConfig.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:  # which may not say of what
+        raise ValueError(f"{field}={name!r} cannot be loaded: {error}") from error
 
 
 def load_config_and_tokenizer(
