@@ -170,12 +170,9 @@ def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
     """
     scheme, needy, sharding = args.deployment_scheme, args.compared_by, sharding_of(args)
     has_replica = scheme is not None and not args.use_vllm
-    for setting, applies in (
-        ("routing_replay=True", args.routing_replay),
-        (f"deployment_scheme={scheme!r} without use_vllm", has_replica),
-    ):
-        if applies and own_rollouts:
-            raise ValueError(f"{setting} needs an engine of its own, and contradicts rollout_func: omit one of them.")
+    if own_rollouts and (args.routing_replay or has_replica):
+        setting = "routing_replay=True" if args.routing_replay else f"deployment_scheme={scheme!r} without use_vllm"
+        raise ValueError(f"{setting} needs an engine of its own, and contradicts rollout_func: omit one of them.")
     whole = sharding.kind is None or sharding.is_fsdp2
     for setting, applies, works in (
         (f"deployment_scheme={scheme!r} without use_vllm", has_replica, whole or not sharding.divides_parameters),
