@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# The callbacks that transformers accepts: instances, or classes that it instantiates.
-Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
-
 
 class RunTrainer(SamplingTrainer):
     """A trainer that locks its output directory, saves and resumes, exports and pushes; see [`DCGRPOTrainer`].
@@ -53,7 +50,7 @@ class RunTrainer(SamplingTrainer):
         reward_funcs: Any,
         args: DCGRPOConfig,
         *,
-        callbacks: Sequence[Callback] | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         **kwargs: Any,
     ):
         # Set before TRL's constructor, which adds callbacks.
@@ -280,5 +277,4 @@ class RunTrainer(SamplingTrainer):
 
 
 def _keeps_history(callback: Any) -> bool:
-    kind = callback if isinstance(callback, type) else type(callback)
-    return issubclass(kind, HistoryCallback)
+    return callback is HistoryCallback or isinstance(callback, HistoryCallback)  # transformers instantiates classes
