@@ -33,7 +33,7 @@ from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .rollouts.neutral_sampling import truncation_warning
 from .sampled_tokens import SampledTokens
-from .settings.micro_batches import MEAN_OVER_COMPLETIONS
+from .settings.contradictions import MEAN_OVER_COMPLETIONS
 from .trainers.run import RunTrainer
 from .trainers.sampling import total_rewards
 
@@ -168,7 +168,7 @@ class DCGRPOTrainer(RunTrainer):
         self._warned_of_mismatch = False
         self._k3_in_step: list[float] = []  # of the first batches that were sampled with the present weights
         self._seen_first_batch = False  # in the present call of `train`
-        self._statistics = {mode: BatchStatistics.of(args) for mode in ("train", "eval")}
+        self._statistics = {mode: BatchStatistics(args) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from its measurement to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
         # Rewards of the completions that were scored last, of all processes, shape (N, functions), NaN where there is

@@ -78,7 +78,7 @@ def needs_solution(completions, solution, **kwargs):
 
 # A name; what makes the model's folder; other settings; and what the refusal has to name.
 MISTAKES = [
-    ("adapter", adapter, {}, ["is the folder of an adapter", "--adapter_name_or_path", "is_trainable=True"]),
+    ("adapter", adapter, {}, ["holds an adapter", "adapter_name_or_path"]),
     ("no model", lambda folder: folder.mkdir() or folder, {}, ["has no config.json"]),
     ("a run's deployment", deployment, {}, ["is quantized (compressed-tensors)", "like a run's deployment/"]),
     ("no end token", lambda f: saved(f, make_model(), tokenizer_with(eos_token=None)), {}, ["has no eos_token"]),

@@ -28,7 +28,7 @@ STANDARD_LIBRARY = {
 BATCHES = {"batch", "inputs", "slice_", "whole"}  # names of a batch in trainer.py and trainers/
 TRAINERS = {"self", "super()", "trainer", "self._trainer"}
 VLLM = pytest.param("vllm", marks=requires_vllm)
-NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_products", "dc_trl.serving.cpu_reload"}
+NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_reload"}
 
 # What each hook looked like when the code that leans on it was written; see `shape`.
 HOOKS: dict[str, str] = {
@@ -106,11 +106,6 @@ HOOKS: dict[str, str] = {
         "(self, prompts, features, n, repetition_penalty, temperature, top_p, top_k, min_p, max_tokens, "
         "logprobs, structured_outputs_regex, generation_kwargs)"
     ),
-    "trl.TrlParser.parse_args_and_config": (
-        "(self, args, return_remaining_strings, fail_with_unknown_args, separate_remaining_strings)"
-    ),
-    "trl.TrlParser.set_defaults_with_config": "(self, **kwargs)",
-    "trl.GRPOConfig._VALID_DICT_FIELDS": "list",
     "trl.trainer.utils.create_model_from_path": "(model_id, architecture, **kwargs)",
     "trl.trainer.utils.get_config_model_id": "(config)",
     "trl.trainer.utils.split_pixel_values_by_grid": "(batch)",

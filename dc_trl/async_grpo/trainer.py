@@ -120,8 +120,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             raise TypeError(f"args is a {type(args).__name__}: AsyncDCGRPOTrainer needs an AsyncDCGRPOConfig.")
         if args.split_by is not None and (sharding := sharding_of(args)).kind is not None:
             raise ValueError(
-                f"{args.split_setting} reads whole parameters, which {sharding} divides: launch without "
-                "sharding (DDP), or leave it out."
+                f"{args.split_by}={getattr(args, args.split_by)!r} reads whole parameters, which "
+                f"{sharding} divides: launch without sharding (DDP), or leave it out."
             )
         require_startable(
             model=model,
@@ -139,7 +139,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self.form = form_of(args)
         self.correction = correction_of(args)
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
-        self._statistics = BatchStatistics.of(args)
+        self._statistics = BatchStatistics(args)
         self._warned_of_drift = False
         self._step_of_version: dict[int, int] = {}  # the optimizer step of each version of the server's weights
         super().__init__(

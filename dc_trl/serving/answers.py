@@ -2,7 +2,6 @@
 
 import base64
 import io
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from .errors import ServerAnswerError, ServerUnavailableError
 
 
-_LOWEST, _HIGHEST = -1e4, 1e-4  # of a log-probability: vLLM writes −9999 for anything lower, and rounds
 # What an answer in another format raises where it is read.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
 
@@ -18,92 +16,46 @@ MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
 def require_rollout(
     request: dict[str, Any], answer: dict[str, Any], where: str, vocabulary: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the completions in a server's answer, in the order of the prompts, if the answer fits the request.
+    """Return the completions in a server's answer in their order, if the answer fits the request.
 
-    The number of completions, the echoed prompts, the token ids, the log-probabilities and the experts' shape are
-    checked, because a wrong one would be trained on without a sign.
+    The number of completions, the token ids and the log-probabilities are checked, because a wrong one would be
+    trained on without a sign.
 
     Args:
-        request: body that was sent, to /v1/completions or /v1/chat/completions with `return_token_ids`, or to
-            /inference/v1/generate.
+        request: body that was sent to /v1/completions with `return_token_ids`, with a single prompt.
         answer: JSON object that the server returned.
         where: the server's address, for messages.
         vocabulary: bound below which all token ids of the model are; None if it is unknown.
 
     Returns:
-        The entries of `choices`, prompts × `n` in number, with their experts as arrays.
+        The `n` entries of `choices`, with their experts as arrays.
 
     Raises:
         ServerAnswerError: the answer does not fit the request; the message says why.
         ServerUnavailableError: a log-probability is NaN, or the server broke off a completion.
     """
-    sampling = request.get("sampling_params", request)
-    prompts, n = _prompts(request), sampling.get("n", 1)
-    # In a chat request `logprobs` is a boolean, and `top_logprobs` is the number.
-    with_logps = sampling.get("top_logprobs", sampling.get("logprobs")) is not None
-    named = request.get("return_tokens_as_token_ids", "token_ids" in request)
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if [choice["index"] for choice in choices] != list(range(n * len(prompts))):
-            raise ValueError(f"it has {len(choices)} choices where {n * len(prompts)} were requested")
-        for number, choice in enumerate(choices):
-            prompt, echoed = prompts[number // n], choice.get("prompt_token_ids")
-            # TRL reads each prompt from its first completion.
-            echoes = request.get("return_token_ids") and (echoed is not None or number % n == 0)
-            if prompt is not None and echoes and echoed != prompt:
-                raise ValueError(f"choice {number} completes the prompt {str(echoed)[:60]}")
+        if len(choices) != request.get("n", 1):
+            raise ValueError(f"it has {len(choices)} completions where {request.get('n', 1)} were requested")
+        for choice in choices:
             if choice["finish_reason"] in (None, "abort", "error"):
-                raise ServerUnavailableError(f"vLLM at {where} broke off choice {number}")
+                raise ServerUnavailableError(f"vLLM at {where} broke off a completion")
             ids = choice["token_ids"]
-            if len(ids) > 0 and not 0 <= min(ids) <= max(ids) < (vocabulary or 2**31):
-                raise ValueError(f"choice {number} has a token that is not in the vocabulary of {vocabulary}")
-            if with_logps:
-                _require_logps(choice["logprobs"], ids, named)
-            if choice.get("routed_experts") is not None:
-                choice["routed_experts"] = _routes(choice["routed_experts"], ids, prompt)
+            if not all(0 <= token < (vocabulary or 2**31) for token in ids):
+                raise ValueError(f"a completion has a token that is not in the vocabulary of {vocabulary}")
+            if request.get("logprobs") is not None:
+                values = np.array(choice["logprobs"]["token_logprobs"], np.float64)
+                if len(values) != len(ids):
+                    raise ValueError(f"{len(values)} log-probabilities for {len(ids)} tokens")
+                if not (values <= 1e-4).all():  # vLLM rounds; no comparison with NaN is true
+                    raise ServerUnavailableError(f"vLLM at {where} returned log-probabilities that are NaN or above 0")
+            if choice.get("routed_experts") is not None:  # an .npy file in base64
+                file = io.BytesIO(base64.b64decode(choice["routed_experts"]))
+                choice["routed_experts"] = np.load(file, allow_pickle=False)
     except MALFORMED as error:
         raise ServerAnswerError(
             f"vLLM at {where} did not answer what it was asked ({type(error).__name__}: {error}). The whole answer is "
             "discarded: check the server at this address and its version."
         ) from error
-    except ArithmeticError as error:
-        raise ServerUnavailableError(f"vLLM at {where} returned {error}") from error
     return choices
-
-
-def _prompts(request: dict[str, Any]) -> Sequence[list[int] | None]:
-    """Return the token ids of the prompts of a request; None for a prompt given as text or messages."""
-    prompts = request.get("prompt", request.get("token_ids"))
-    if prompts is None or isinstance(prompts, str):
-        return [None]
-    if isinstance(prompts[0], int):
-        return [prompts]
-    return [None if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
-def _require_logps(logprobs: dict[str, Any], ids: list[int], named: bool) -> None:
-    """Refuse log-probabilities that are not those of a completion's tokens."""
-    if "content" in logprobs:  # of a chat
-        entries = logprobs["content"]
-        tokens, values = [entry["token"] for entry in entries], [entry["logprob"] for entry in entries]
-        tops = [top["logprob"] for entry in entries for top in entry["top_logprobs"]]
-    else:
-        tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
-        tops = [value for top in logprobs["top_logprobs"] if top is not None for value in top.values()]
-    if named and tokens != [f"token_id:{token}" for token in ids]:
-        raise ValueError("log-probabilities belong to other tokens than the sampled ones")
-    if len(values) != len(ids):
-        raise ValueError(f"{len(values)} log-probabilities for {len(ids)} tokens")
-    every = np.array([*values, *tops], np.float64)
-    if np.isnan(every).any():
-        raise ArithmeticError("log-probabilities that are NaN")
-    if every.size and not _LOWEST <= every.min() <= every.max() <= _HIGHEST:
-        raise ValueError(f"log-probabilities reach from {every.min():.3g} to {every.max():.3g}")
-
-
-def _routes(text: str, ids: list[int], prompt: list[int] | None) -> np.ndarray:
-    """Return an array that vLLM sent as an .npy file in base64."""
-    routes = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-    if routes.ndim != 3 or (prompt is not None and len(routes) != len(prompt) + len(ids) - 1):
-        raise ValueError(f"the routed experts of {len(ids)} tokens have the shape {routes.shape}")
-    return routes

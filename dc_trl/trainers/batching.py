@@ -3,7 +3,7 @@
 TRL pads a generation batch to its longest completion, shuffles it and splits it into the slices of its buffer. Then
 the rows of the slices that share an optimizer step are regrouped, in each process by itself, and cut to the longest
 row of their own forward. The step's loss and gradient are sums over its completions, so they do not change.
-`dc_trl.settings.micro_batches` lists the losses that are not such sums; their slices keep their rows and are only cut.
+`MEANS_OF_MICRO_BATCHES` lists the losses that are not such sums; their slices keep their rows and are only cut.
 The pure functions are in `dc_trl.rollouts.batching`.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
 from ..rollouts.choices import Choices
-from ..settings.micro_batches import MEAN_OVER_COMPLETIONS, mean_of_micro_batch
+from ..settings.contradictions import MEAN_OVER_COMPLETIONS, mean_of_micro_batch
 from ..trl_hooks import HookedTrainer, Scores
 
 

@@ -42,7 +42,7 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     """
     from ..rollouts.vllm_backends import needs_checkpoint, raised_together
     from ..serving.client import ServerClient
-    from ..serving.connection import Deadline, Patience
+    from ..serving.connection import Patience
     from ..serving.errors import ServerError
     from ..serving.fit import require_shared_directory
     from ..serving.pool import meet_all
@@ -55,28 +55,22 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
         weight_sync = "checkpoint" if needs_checkpoint(args.deployment_scheme, urls, args.device) else "none"
     seconds = min(60.0, args.vllm_request_timeout or math.inf)
     patience = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
-    deadline = Deadline(args.vllm_time_limit)
 
     def meet(url: str) -> None:
-        client = ServerClient(
-            url, start_timeout=args.vllm_server_timeout, patience=patience, deadline=deadline, report=logger.warning
+        ServerClient(
+            url, start_timeout=args.vllm_server_timeout, patience=patience, report=logger.warning
+        ).require_fit(
+            config,
+            scheme=args.deployment_scheme,
+            max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
+            logprobs=args.named_tokens,
+            weight_sync=weight_sync,
+            routing_replay=args.routing_replay,
         )
-        with client.connection.task(deadline):
-            client.require_fit(
-                config,
-                scheme=args.deployment_scheme,
-                max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
-                logprobs=args.named_tokens,
-                weight_sync=weight_sync,
-                routing_replay=args.routing_replay,
-            )
 
     with raised_together(ServerError):
         if not PartialState().is_main_process:
             return
         if weight_sync == "checkpoint":
             require_shared_directory(args.weight_sync_dir, urls)
-        if len(urls) == 1:
-            meet(*urls)
-        else:
-            meet_all(urls, meet)
+        meet_all(urls, meet)
