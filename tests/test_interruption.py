@@ -196,6 +196,18 @@ def test_two_processes_stop_together_and_go_on_together(tmp_path):
     assert "Passed over: checkpoint-99999 holds no trainer_state.json" in resumed.output
 
 
+def test_the_launcher_passes_slurms_warning_on_where_it_is_told_to(tmp_path, monkeypatch):
+    # As configs/slurm has it: SLURM signals every process of a step, the launcher among them.
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    with started(tmp_path / "run", launcher=TWO_PROCESSES, per_device_train_batch_size=8) as run:
+        run.wait_for(run.steps)
+        for process in [run.process, *run.ranks().values()]:
+            process.send_signal(signal.SIGUSR1)
+        assert run.wait() != 0
+    assert run.output.count("SIGUSR1 has ended the run. The run is saved") == 1
+    assert checkpoint_defect(run.folder / f"checkpoint-{run.steps()[-1]}") is None
+
+
 def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, launch, capsys):
     options = {"output_dir": tmp_path / "run", "max_steps": 2, "eval_size": 16, "resume_from_checkpoint": "auto"}
     options |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}

@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..files import read_object, set_aside, write_text
+from ..files import read_object, set_aside, sync_to_disk, write_bytes
 from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
 
 
@@ -137,14 +137,21 @@ def checkpoint_defect(folder: Path) -> str | None:
 def write_manifest(folder: Path) -> None:
     """Write the manifest of a checkpoint, all of whose files are written: what resuming reads, with the sizes.
 
+    It returns once checkpoint and manifest are on the disk.
+
     Raises:
         OSError: the file system refused.
     """
-    files = {
-        str(path.relative_to(folder)): {"size": path.stat().st_size}
+    files = [
+        path
         for path in sorted(folder.rglob("*"))
         if path.is_file()
         and path.name != MANIFEST_FILE
         and not any(part == DEPLOYMENT_FOLDER or part.startswith(".") for part in path.relative_to(folder).parts[:-1])
-    }
-    write_text(folder / MANIFEST_FILE, json.dumps({"files": files}, indent=1, ensure_ascii=False) + "\n")
+    ]
+    for path in [*files, *{path.parent for path in files}]:
+        sync_to_disk(path)
+    listed = {str(path.relative_to(folder)): {"size": path.stat().st_size} for path in files}
+    text = json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
+    write_bytes(folder / MANIFEST_FILE, text.encode(), durable=True)
+    sync_to_disk(folder.parent)  # this folder holds the checkpoint's own name

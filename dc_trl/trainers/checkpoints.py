@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate.logging import get_logger
 from safetensors import SafetensorError
 from transformers import TrainerCallback
@@ -44,8 +47,8 @@ class Checkpoints(TrainerCallback):
     def begin_training(self) -> None:
         """Forget an earlier training."""
         self.saved_at: int | None = None
-        # Position, rollouts and state of the algorithm when the last step ended; None before the first one.
-        self._ended: tuple[int, Any, dict[str, Any]] | None = None
+        # Position, rollouts, state of the algorithm and random numbers at the end of the last step; None before it.
+        self._ended: tuple[int, Any, dict[str, Any], tuple] | None = None
         self._moving_since: int | None = None  # the step from which the optimizer is changing the weights
 
     # --- a step that failed -----------------------------------------------------------------------------------------
@@ -53,8 +56,11 @@ class Checkpoints(TrainerCallback):
     def end_step(self) -> None:
         """Keep what the next step will change before it has ended; weights and optimizer change only at its end."""
         trainer = self._trainer
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        numbers = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
         iteration = copy.deepcopy(trainer.iteration_state())
-        self._ended, self._moving_since = (trainer.micro_batches_done, trainer.generation_batch, iteration), None
+        self._ended = trainer.micro_batches_done, trainer.generation_batch, iteration, numbers
+        self._moving_since = None
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._moving_since = state.global_step
@@ -77,8 +83,13 @@ class Checkpoints(TrainerCallback):
             return self.way_back()
         if trainer.accelerator.num_processes > 1 and not together:
             return _not_saved("one of several processes cannot save alone")
-        trainer.micro_batches_done, trainer.generation_batch, iteration = self._ended
+        trainer.micro_batches_done, trainer.generation_batch, iteration, (python, numpy, cpu, cuda) = self._ended
         trainer.load_iteration_state(iteration | {"seconds": {}}, within_batch=True)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
         try:
             trainer.save_checkpoint()
         except (OSError, RuntimeError, SafetensorError) as error:  # all of them may be a full disk

@@ -20,7 +20,7 @@ from ..quantization.policy import unwrapped
 from ..quantization.tensors import require_merged_form
 from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
 from ..resuming.checkpoints import on_main_process, resumable_checkpoint
-from ..resuming.interruption import RunInterrupted
+from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line
 from .checkpoints import Checkpoints
@@ -109,8 +109,13 @@ class RunTrainer(SamplingTrainer):
             self.checkpoints.begin_training()
             try:
                 return self._train_and_export(checkpoint, *args, **kwargs)
-            except ServerError as error:
-                raise ServerError(f"{error} {self.checkpoints.save_after_failure(together=True)}") from error
+            except ServerError as error:  # in all processes together
+                stops = [each for each in self.callback_handler.callbacks if isinstance(each, StopSignals)]
+                signum = max((stop.common_signal() for stop in stops), default=0)
+                way_back = self.checkpoints.save_after_failure(together=True)
+                if signum:  # which has ended the request
+                    raise RunInterrupted(signum, way_back) from error
+                raise ServerError(f"{error} {way_back}") from error
             except RunInterrupted as stop:
                 raise RunInterrupted(stop.signum, self.checkpoints.way_back()) from stop
             except BaseException as error:
