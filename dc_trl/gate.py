@@ -149,11 +149,12 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
             f"{name} has the columns {', '.join(map(repr, columns))} and none called 'prompt': rename yours, for "
             f"example {name}.rename_column({columns[0]!r}, 'prompt')."
         )
+    text = isinstance(rows[0]["prompt"], str)
     for number, row in enumerate(rows):
-        if not row["prompt"] or not isinstance(row["prompt"], str | list):
+        if not row["prompt"] or not isinstance(row["prompt"], str if text else list):
             raise ValueError(
-                f"{name}: row {number} has prompt={excerpt(row['prompt'])}: a prompt is text, or a list of messages, "
-                "each with a role and a content. Leave out such rows, for example with filter."
+                f"{name}: row {number} has prompt={excerpt(row['prompt'])}: the prompts are all text, or all of them "
+                "lists of messages, each with a role and a content. Leave out such rows, for example with filter."
             )
     return [row["prompt"] for row in rows], columns
 
@@ -170,17 +171,14 @@ def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
     """
     scheme, needy, sharding = args.deployment_scheme, args.compared_by, sharding_of(args)
     has_replica = scheme is not None and not args.use_vllm
-    for setting, applies in (
-        ("routing_replay=True", args.routing_replay),
-        (f"deployment_scheme={scheme!r} without use_vllm", has_replica),
-    ):
-        if applies and own_rollouts:
-            raise ValueError(f"{setting} needs an engine of its own, and contradicts rollout_func: omit one of them.")
+    if own_rollouts and (args.routing_replay or has_replica):
+        setting = "routing_replay=True" if args.routing_replay else f"deployment_scheme={scheme!r} without use_vllm"
+        raise ValueError(f"{setting} needs an engine of its own, and contradicts rollout_func: omit one of them.")
     whole = sharding.kind is None or sharding.is_fsdp2
     for setting, applies, works in (
         (f"deployment_scheme={scheme!r} without use_vllm", has_replica, whole or not sharding.divides_parameters),
         ("train_through_quantization=True", args.train_through_quantization, whole),
-        (f"{args.split_setting}", args.split_by is not None, whole),
+        (f"{args.split_by}", args.split_by is not None, whole),
         ("top_p, top_k or min_p", bool(args.truncations), sharding.kind != "DEEPSPEED" or sharding.level < 3),
         ("score_centering=True", args.score_centering, sharding.kind is None),
     ):
@@ -248,11 +246,14 @@ class Limits(NamedTuple):
     Attributes:
         tokens: rows of the input embedding; token ids must be below.
         context: positions for prompt and completion together; None if no limit is known.
+        extrapolates: whether the model can compute positions beyond `context`, on which it was not trained (rotary
+            positions, ALiBi), or the engine ends there; a table of positions cannot.
         completion: largest number of tokens of a completion.
     """
 
     tokens: int
     context: int | None
+    extrapolates: bool
     completion: int
 
     def require(self, prompt_ids: Sequence[Sequence[int]], prompts: list) -> None:
@@ -275,10 +276,12 @@ class Limits(NamedTuple):
                     "give the tokenizer of this model, or make room by model.resize_token_embeddings(len(tokenizer)) "
                     "and train with tokens that it knows."
                 )
-            if self.context is not None and len(ids) >= self.context:
+            room = 1 if self.extrapolates else self.completion
+            if self.context is not None and len(ids) + room > self.context:
                 raise ValueError(
-                    f"{named} has {len(ids)} tokens, and the model reads {self.context} in all: leave longer prompts "
-                    "out (max_prompt_length in a configuration, dataset.filter in Python)."
+                    f"{named} has {len(ids)} tokens, with max_completion_length={self.completion}, and the model "
+                    f"reads {self.context} in all: lower max_completion_length, or leave longer prompts out "
+                    "(max_prompt_length in a configuration, dataset.filter in Python)."
                 )
 
     def warn(self, prompt_ids: Sequence[Sequence[int]]) -> None:
@@ -319,9 +322,11 @@ def limits_of(
                 f"{kind}_token, or make room by model.resize_token_embeddings(len(tokenizer))."
             )
     # A model without a limit, or with another name for it, does not have this attribute.
-    contexts = [config.to_dict().get("max_position_embeddings"), engine_context]
+    contexts = [engine_context, getattr(config, "max_position_embeddings", None)]
     known = [context for context in contexts if isinstance(context, int) and context > 0]
-    return Limits(tokens, min(known, default=None), completion)
+    rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
+    extrapolates = rotary or bool(config.to_dict().get("alibi")) or min(known, default=None) == engine_context
+    return Limits(tokens, min(known, default=None), extrapolates, completion)
 
 
 def _require_end(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -238,6 +238,7 @@ class DCGRPOTrainer(RunTrainer):
         return batch
 
     def take_rewards(self, rewards):
+        super().take_rewards(rewards)
         self._rewards_per_func = rewards
 
     def _look_at_first_batch(self, rewards: Tensor, measured: bool) -> None:

@@ -25,7 +25,7 @@ from datasets import IterableDataset
 from peft import PeftModel
 from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
@@ -71,7 +71,6 @@ class HookedTrainer(GRPOTrainer):
         self.parts_clock = PartsClock()
         self._train_sampler: Sampler | None = None  # sampler of the present training, unless its data set is a stream
         super().__init__(*args, **kwargs)
-        self.add_callback(_OptimizerEnds(self))
 
     # --- attributes of TRL ------------------------------------------------------------------------------------------
 
@@ -375,13 +374,3 @@ class HookedTrainer(GRPOTrainer):
         # those of the initial model (its issue 48805, open with 5.17). from_pretrained reads the saved ones.
         saved = type(policy).from_pretrained(resume_from_checkpoint, dtype="auto")
         policy.load_state_dict(saved.state_dict())
-
-
-class _OptimizerEnds(TrainerCallback):
-    """Ends the part of the optimizer, which steps in transformers' own loop."""
-
-    def __init__(self, trainer: HookedTrainer):
-        self._trainer = trainer
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self._trainer.parts_clock.switch(OTHER)

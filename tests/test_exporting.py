@@ -102,21 +102,6 @@ def test_turned_off_it_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"deployment_scheme": None, "constraint": "none"}, OF_A_RUN - {"deployment"}),
-        ({"deployment_scheme": "int2"}, OF_A_RUN - {"deployment"}),
-    ],
-)
-def test_there_is_no_deployment_without_a_format_that_is_served(tmp_path, options, expected):
-    trainer = make_trainer(tmp_path, make_model(64), **options)
-    trainer.train()
-    trainer.save_model(tmp_path / "model")
-    assert {path.name for path in tmp_path.iterdir()} == expected | {"model"}
-    assert not (tmp_path / "model" / "deployment").exists()
-
-
 def test_exporting_draws_no_random_number_and_moves_no_weight(tmp_path):
     """With exports at the end and in between, or without: weights and random states are equal, bit for bit."""
     states, weights = [], []

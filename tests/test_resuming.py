@@ -62,7 +62,6 @@ def test_a_manifest_lists_every_file_and_tells_one_that_is_cut_short(checkpoint)
         (checkpoint / name).write_bytes(whole)
     (checkpoint / "manifest.json").unlink()
     assert checkpoint_defect(checkpoint) == "holds no manifest.json: its save was cut short"
-    assert resumable_checkpoint("auto", checkpoint.parent) is None
     (checkpoint / "dc_grpo_state.json").unlink()  # of another trainer
     assert checkpoint_defect(checkpoint) is None
 

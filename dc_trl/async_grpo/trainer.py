@@ -300,14 +300,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
 
 class VersionedQueue:
-    """A queue of TRL's rollout samples that keeps the version of the weights of each group.
-
-    Args:
-        samples: the queue.
-
-    Attributes:
-        versions: version by the id of the group; that of the weights with which its first sample began.
-    """
+    """A queue of TRL's rollout samples; `versions` has the version of the first sample's weights by group id."""
 
     def __init__(self, samples: Any):
         self._samples = samples

@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..files import read_object, write_text
+from ..files import read_object, set_aside, sync_to_disk, write_bytes
 from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
 
 
@@ -55,8 +55,8 @@ def resumable_checkpoint(
 
     Args:
         wanted: directory of a checkpoint, or `True` or "true" for the newest complete one in `output_dir` (the log
-            names the newer ones that are skipped). "auto" means the same, but selects none if none is complete.
-            `None`, `False` and "false" select none.
+            names the newer ones that are skipped). "auto" means the same, but selects none if none is complete;
+            incomplete checkpoints are then renamed. `None`, `False` and "false" select none.
         output_dir: output directory of the run.
 
     Raises:
@@ -82,8 +82,11 @@ def resumable_checkpoint(
         passed_over.append(f"{folder.name} {defect}")
     state = f"holds no whole checkpoint: {'; '.join(passed_over)}" if passed_over else "holds no checkpoint"
     if word == "auto":
+        for folder in checkpoints(output_dir):  # for which a new run would rotate its own checkpoints out
+            set_aside([target := folder.with_name(f"unfinished-{folder.name}")])
+            folder.rename(target)
         if passed_over:
-            logger.warning(f"output_dir={str(output_dir)!r} {state}. The run starts from its beginning.")
+            logger.warning(f"output_dir={str(output_dir)!r} {state}. They are kept as unfinished-checkpoint-N.")
         return None
     raise ValueError(
         f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} {state}. To start again, leave "
@@ -134,14 +137,21 @@ def checkpoint_defect(folder: Path) -> str | None:
 def write_manifest(folder: Path) -> None:
     """Write the manifest of a checkpoint, all of whose files are written: what resuming reads, with the sizes.
 
+    It returns once checkpoint and manifest are on the disk.
+
     Raises:
         OSError: the file system refused.
     """
-    files = {
-        str(path.relative_to(folder)): {"size": path.stat().st_size}
+    files = [
+        path
         for path in sorted(folder.rglob("*"))
         if path.is_file()
         and path.name != MANIFEST_FILE
         and not any(part == DEPLOYMENT_FOLDER or part.startswith(".") for part in path.relative_to(folder).parts[:-1])
-    }
-    write_text(folder / MANIFEST_FILE, json.dumps({"files": files}, indent=1, ensure_ascii=False) + "\n")
+    ]
+    for path in [*files, *{path.parent for path in files}]:
+        sync_to_disk(path)
+    listed = {str(path.relative_to(folder)): {"size": path.stat().st_size} for path in files}
+    text = json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
+    write_bytes(folder / MANIFEST_FILE, text.encode(), durable=True)
+    sync_to_disk(folder.parent)  # this folder holds the checkpoint's own name

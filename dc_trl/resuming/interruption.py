@@ -12,6 +12,7 @@ from accelerate import PartialState
 from accelerate.utils import gather
 from transformers import TrainerCallback
 
+from ..serving.background import abandon_requests, allow_requests, in_thread
 from ..settings.command_line import ENDING
 
 
@@ -37,11 +38,12 @@ class RunInterrupted(Exception):  # noqa: N818 (this is not an error)
 class StopSignals(TrainerCallback):
     """Makes SIGINT, SIGTERM, SIGHUP and SIGUSR1 end a run in order during a `with` block in the main thread.
 
-    During training, the present step is finished, with the evaluation that is due, and saved. Then [`RunInterrupted`]
-    is raised in all processes, whichever of them the signal has reached. Before the first step and after the last one
-    the process ends at once, by `RunInterrupted` or `SystemExit`. A second signal, more than a second after the first,
-    ends the process. The exit code is 128 + the signal's number, such as 130 or 143. Signals that were ignored when
-    the block began stay ignored; a shell does that for background processes.
+    During training, the present step is finished, with the evaluation that is due, and saved. A request to a vLLM
+    server ends at once, and the step or evaluation with it: then the last step that had ended is saved. Then
+    [`RunInterrupted`] is raised in all processes, whichever of them the signal has reached. Before the first step and
+    after the last one the process ends at once, by `RunInterrupted` or `SystemExit`. A second signal, more than a
+    second after the first, ends the process. The exit code is 128 + the signal's number, such as 130 or 143. Signals
+    that were ignored when the block began stay ignored; a shell does that for background processes.
 
     Add it to the trainer as the last callback.
     """
@@ -66,6 +68,7 @@ class StopSignals(TrainerCallback):
     def __exit__(self, *error: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        allow_requests()
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._output_dir, self._steps = args.output_dir, state.global_step
@@ -76,13 +79,14 @@ class StopSignals(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self._steps = state.global_step
-        self._signal_of_all = self._common_signal()
+        self._signal_of_all = self.common_signal()
         if self._signal_of_all:
+            allow_requests()  # an evaluation may be due
             control.should_training_stop = control.should_save = True
             control.should_log = args.logging_strategy != "no"
 
     def on_prediction_step(self, args, state, control, **kwargs):
-        if self._training and self._steps == 0 and (signum := self._common_signal()):
+        if self._training and self._steps == 0 and (signum := self.common_signal()):
             raise RunInterrupted(signum)
 
     on_epoch_begin = on_prediction_step
@@ -92,7 +96,8 @@ class StopSignals(TrainerCallback):
         if self._signal_of_all:
             raise RunInterrupted(self._signal_of_all)
 
-    def _common_signal(self) -> int:
+    def common_signal(self) -> int:
+        """Return the signal that has reached any process, or 0. Every process must call it."""
         state = PartialState()
         if state.num_processes == 1:
             return self._signum
@@ -108,6 +113,7 @@ class StopSignals(TrainerCallback):
         elif not self._signum:
             self._signum, self._since = signum, time.monotonic()
             _write(signum, "the run ends after this step; a second signal ends it at once.")
+            in_thread(abandon_requests)  # the interrupted thread may hold its lock
         elif time.monotonic() - self._since > _DUPLICATE_SECONDS:
             _write(signum, f"ended at once. {self._way_back()}")
             os._exit(128 + self._signum)

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 from accelerate import DistributedType
-from accelerate.logging import get_logger
 from torch import Tensor
 
 from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
@@ -23,8 +22,6 @@ from ..rollouts.choices import Choices
 from ..settings.contradictions import MEAN_OVER_COMPLETIONS, mean_of_micro_batch
 from ..trl_hooks import HookedTrainer, Scores
 
-
-logger = get_logger(__name__)
 
 # TRL's scores, and where the kept tokens are measured alone, the log-probabilities among them, (rows, T), detached.
 Scored: TypeAlias = tuple[Scores, Tensor | None]
@@ -59,8 +56,6 @@ class LengthAwareBatches:
         if fixed is None and trainer.aux_loss_enabled:
             fixed = f"router_aux_loss_coef={trainer.router_aux_loss_coef!r}"
         self._regroups = fixed is None
-        if fixed is not None:
-            logger.info(f"{fixed} is a mean over the micro-batch: completions are not grouped by length.")
         if args.max_tokens_per_micro_batch is None:
             return
         budget = f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch}"

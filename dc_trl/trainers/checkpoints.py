@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate.logging import get_logger
 from safetensors import SafetensorError
 from transformers import TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
 
 from ..files import read_object, replace_folder_link, write_text
+from ..records.time_parts import OTHER
 from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, write_manifest
 from ..resuming.interruption import BEGIN_AGAIN, resume_command
 from ..rollouts.buffer import load_rollouts, save_rollouts
@@ -42,8 +47,8 @@ class Checkpoints(TrainerCallback):
     def begin_training(self) -> None:
         """Forget an earlier training."""
         self.saved_at: int | None = None
-        # Position, rollouts and state of the algorithm when the last step ended; None before the first one.
-        self._ended: tuple[int, Any, dict[str, Any]] | None = None
+        # Position, rollouts, state of the algorithm and random numbers at the end of the last step; None before it.
+        self._ended: tuple[int, Any, dict[str, Any], tuple] | None = None
         self._moving_since: int | None = None  # the step from which the optimizer is changing the weights
 
     # --- a step that failed -----------------------------------------------------------------------------------------
@@ -51,11 +56,17 @@ class Checkpoints(TrainerCallback):
     def end_step(self) -> None:
         """Keep what the next step will change before it has ended; weights and optimizer change only at its end."""
         trainer = self._trainer
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        numbers = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
         iteration = copy.deepcopy(trainer.iteration_state())
-        self._ended, self._moving_since = (trainer.micro_batches_done, trainer.generation_batch, iteration), None
+        self._ended = trainer.micro_batches_done, trainer.generation_batch, iteration, numbers
+        self._moving_since = None
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._moving_since = state.global_step
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._trainer.parts_clock.switch(OTHER)  # the optimizer steps in transformers' own loop
 
     def save_after_failure(self, together: bool) -> str:
         """Save the last step that ended, if that is possible, and return how to resume.
@@ -72,11 +83,16 @@ class Checkpoints(TrainerCallback):
             return self.way_back()
         if trainer.accelerator.num_processes > 1 and not together:
             return _not_saved("one of several processes cannot save alone")
-        trainer.micro_batches_done, trainer.generation_batch, iteration = self._ended
+        trainer.micro_batches_done, trainer.generation_batch, iteration, (python, numpy, cpu, cuda) = self._ended
         trainer.load_iteration_state(iteration | {"seconds": {}}, within_batch=True)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
         try:
             trainer.save_checkpoint()
-        except OSError as error:  # the error that ends the run must be raised
+        except (OSError, RuntimeError, SafetensorError) as error:  # all of them may be a full disk
             return _not_saved(str(error))
         # If a process ended before the others, the launcher would end them, perhaps while they write.
         trainer.accelerator.wait_for_everyone()
@@ -97,9 +113,6 @@ class Checkpoints(TrainerCallback):
         Args:
             write: writes what TRL and transformers save, pushes it, and rotates.
             folder: directory of the checkpoint.
-
-        Raises:
-            OSError: the disk is full, or the file system refused.
         """
         trainer, args = self._trainer, self._trainer.args
         # Our files come first, because transformers finally marks the checkpoint as complete, pushes it, and rotates.
@@ -118,16 +131,17 @@ class Checkpoints(TrainerCallback):
                 "num_processes": trainer.accelerator.num_processes,
             }
             write_text(Path(folder, STATE_FILE), json.dumps(of_run, indent=2))
+        # No old checkpoint is removed before the new one is completely on the disk.
+        limit, args.save_total_limit = args.save_total_limit, None
         try:
             write()
             if not args.push_to_hub:
                 self.make_whole(folder)
-        except (RuntimeError, SafetensorError) as error:
-            # Both messages come from a full disk.
-            if isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error):
-                raise OSError(f"{folder} cannot be written ({error}): free some space.") from error
-            raise
+        finally:
+            args.save_total_limit = limit
         self.saved_at = trainer.state.global_step
+        if args.should_save:
+            rotate_checkpoints(str(Path(folder).parent), limit, trainer.state.best_model_checkpoint, use_mtime=True)
 
     def make_whole(self, folder: str) -> None:
         """Write the file that marks a checkpoint as complete, once every process has written its files."""

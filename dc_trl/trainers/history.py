@@ -57,7 +57,11 @@ class HistoryCallback(TrainerCallback):
                 rows = [row for row in read_history(self._history) if row["step"] <= state.global_step]
                 write_text(self._history, "".join(f"{json.dumps(row)}\n" for row in rows))
         else:
-            _keep_earlier_run(args)
+            names = [HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, FIGURE_FILE]
+            if isinstance(args, DCGRPOConfig) and args.exports_deployment:
+                names.append(DEPLOYMENT_FOLDER)
+            for file, kept in set_aside(self._history.with_name(name) for name in names).items():
+                logger.warning(f"{file} belongs to an earlier run and is kept as {kept.name}.")
         device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else cpu_name()
         record_start(self._history.parent, state.global_step, device, args.world_size)
         settings = self._history.with_name(SETTINGS_FILE)
@@ -86,12 +90,3 @@ class HistoryCallback(TrainerCallback):
             plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
 
     on_train_end = on_save
-
-
-def _keep_earlier_run(args: Any) -> None:
-    """Rename the files of another run where this one will write, and log a warning."""
-    names = [HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, FIGURE_FILE]
-    if isinstance(args, DCGRPOConfig) and args.exports_deployment:
-        names.append(DEPLOYMENT_FOLDER)
-    for file, kept in set_aside(Path(args.output_dir, name) for name in names).items():
-        logger.warning(f"{file} belongs to an earlier run and is kept as {kept.name}.")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
@@ -20,7 +20,7 @@ from ..quantization.policy import unwrapped
 from ..quantization.tensors import require_merged_form
 from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
 from ..resuming.checkpoints import on_main_process, resumable_checkpoint
-from ..resuming.interruption import RunInterrupted
+from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line
 from .checkpoints import Checkpoints
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from ..quantization.checkpoint import CheckpointWriter
 
 logger = get_logger(__name__)
-
-# The callbacks that transformers accepts: instances, or classes that it instantiates.
-Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
 
 
 class RunTrainer(SamplingTrainer):
@@ -53,7 +50,7 @@ class RunTrainer(SamplingTrainer):
         reward_funcs: Any,
         args: DCGRPOConfig,
         *,
-        callbacks: Sequence[Callback] | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         **kwargs: Any,
     ):
         # Set before TRL's constructor, which adds callbacks.
@@ -112,8 +109,13 @@ class RunTrainer(SamplingTrainer):
             self.checkpoints.begin_training()
             try:
                 return self._train_and_export(checkpoint, *args, **kwargs)
-            except ServerError as error:
-                raise ServerError(f"{error} {self.checkpoints.save_after_failure(together=True)}") from error
+            except ServerError as error:  # in all processes together
+                stops = [each for each in self.callback_handler.callbacks if isinstance(each, StopSignals)]
+                signum = max((stop.common_signal() for stop in stops), default=0)
+                way_back = self.checkpoints.save_after_failure(together=True)
+                if signum:  # which has ended the request
+                    raise RunInterrupted(signum, way_back) from error
+                raise ServerError(f"{error} {way_back}") from error
             except RunInterrupted as stop:
                 raise RunInterrupted(stop.signum, self.checkpoints.way_back()) from stop
             except BaseException as error:
@@ -280,5 +282,4 @@ class RunTrainer(SamplingTrainer):
 
 
 def _keeps_history(callback: Any) -> bool:
-    kind = callback if isinstance(callback, type) else type(callback)
-    return issubclass(kind, HistoryCallback)
+    return callback is HistoryCallback or isinstance(callback, HistoryCallback)  # transformers instantiates classes

@@ -155,19 +155,15 @@ class Sampler:
 
     def load(self, folder: str, state: dict[str, Any]) -> None:
         """Sample with the weights that `save` saved until new ones are due."""
-        self._load_weights(folder, state["weight_sync"])
+        weights, schedule = state["weight_sync"], self._schedule
+        schedule.load_state_dict(weights["schedule"])
+        if not schedule.due(self._trainer.state.global_step):
+            schedule.wanted = not (weights["kept"] and weights["engine"] == self._engine_name)
+            if not schedule.wanted:
+                self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
+                self._held = schedule.step
         if state["rollout_ahead"] is not None:
             self._load_ahead(folder, state["rollout_ahead"])
-
-    def _load_weights(self, folder: str, state: dict[str, Any]) -> None:
-        self._schedule.load_state_dict(state["schedule"])
-        if self._schedule.due(self._trainer.state.global_step):
-            return
-        if state["kept"] and state["engine"] == self._engine_name:
-            self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
-            self._held = self._schedule.step
-        else:
-            self._schedule.wanted = True
 
     def _load_ahead(self, folder: str, state: dict[str, Any]) -> None:
         logger.warning(

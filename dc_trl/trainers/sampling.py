@@ -29,7 +29,7 @@ from ..rollouts.padding_free import PaddingFree, prepared
 from ..rollouts.truncation import Kept, KeptHead, Named, padded_logps, reported_logps
 from ..settings.distribution import sharding_of
 from ..settings.paths import shipped
-from ..settings.reward_functions import RewardFunction, call_reward, checked_reward
+from ..settings.reward_functions import LARGEST, RewardFunction, call_reward, checked_reward
 from ..trl_hooks import Completions, HookedTrainer
 from .batching import LengthAwareBatches, Scored
 from .engines import build_replica, build_vllm, complete_generation_config
@@ -240,6 +240,26 @@ class SamplingTrainer(HookedTrainer):
             self._limits.require(tokenized[0], prompts)
         return tokenized
 
+    def take_rewards(self, rewards):
+        """Refuse rewards of models, and weighted sums, that are not finite; functions are checked when they return.
+
+        Args:
+            rewards: shape (N, functions), NaN where there is none.
+
+        Raises:
+            ValueError: one is not finite.
+        """
+        of_models = torch.tensor([isinstance(function, nn.Module) for function in self.reward_funcs])
+        total = total_rewards(rewards, self.reward_weights)
+        wrong = ~rewards[:, of_models].isfinite().all(1) | (total.abs() > LARGEST)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            given = dict(zip(self.reward_func_names, rewards[row].tolist(), strict=True))
+            raise ValueError(
+                f"The rewards of completion {row}, {given} with reward_weights={self.reward_weights.tolist()}, or "
+                f"their sum, are not finite and at most {LARGEST:g}: advantages would be 0, infinite or NaN."
+            )
+
     # --- forward and loss -------------------------------------------------------------------------------------------
 
     def score_tokens(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options):
@@ -403,6 +423,7 @@ class SamplingTrainer(HookedTrainer):
                 **columns,
             )
         per_function = self.score_unrecorded(rows, prompts, completions, completion_ids)
+        SamplingTrainer.take_rewards(self, per_function)
         totals = total_rewards(per_function, self.reward_weights).view(self.accelerator.num_processes, -1)
         local = totals[self.accelerator.process_index].tolist()
         return [None if math.isnan(value) else value for value in local]

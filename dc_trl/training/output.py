@@ -41,8 +41,7 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
 
 def _require_no_run(output_dir: Path, anew: bool) -> None:
     """Refuse a directory that holds a run; with `anew`, accept one that was killed before its first checkpoint."""
-    files = [name for name in _RUN_FILES if not (anew and name == "checkpoint-*")]  # those there are cut short
-    found = {path.name for pattern in files for path in output_dir.glob(pattern)}
+    found = {path.name for pattern in _RUN_FILES for path in output_dir.glob(pattern)}
     # A run that was killed before its first step ended is not worth keeping.
     if found <= {HISTORY_FILE, BASELINE_FILE}:
         history = read_history(output_dir / HISTORY_FILE) if HISTORY_FILE in found and not anew else []
