@@ -12,7 +12,6 @@ tables; the output directory gets calibration.json.
 Where an engine's scheme is known, its δ̄ is split into causes. --fail_above ends with exit code 1, for CI.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,53 +93,49 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
-    # Wrong options are refused before the model is loaded.
-    require_numbers(args, RANGES)
-    dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
-    settings = CalibrationSettings(
-        **{name: getattr(args, name) for names in SETTINGS.values() for name in names},
-        split=args.split,
-        serve_options=args.serve_options,
-        bf16=bf16,
-        chat_template_kwargs=args.chat_template_kwargs,
-        settings={
-            "revision": args.revision,
-            "train_dtype": args.train_dtype,
-            "prompts_from": args.dataset_name or "arithmetic",
-        },
-        report=say,
-    )
-    engines = [EngineSpec.parse(word) for word in args.engine]
-    config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
-    if hasattr(config, "quantization_config"):
-        raise ValueError(
-            f"model={args.model!r} is quantized: give the model that is trained, and --engine its scheme."
-        )
-    if (args.output / CALIBRATION_FILE).exists() and not args.overwrite:
-        raise ValueError(
-            f"output='{args.output}' holds a calibration already: choose another --output, or give --overwrite."
-        )
-    args.output.mkdir(parents=True, exist_ok=True)
-    require_engines(engines, config)
-    data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
-    prompts = draw_prompts(data, tokenizer, args.prompts, args.seed)
-    model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
-    calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
-    calibration.save(args.output / CALIBRATION_FILE)
-    print_calibration(calibration)
-    print(f"{CALIBRATION_FILE} is in {args.output}")
-    above = [
-        f"{engine.engine}: {delta.value:.3g} [{delta.low:.3g}, {delta.high:.3g}]"
-        for engine in calibration.engines
-        if args.fail_above is not None and (delta := engine.estimates["discrepancy"]).value > args.fail_above
-    ]
-    if above:
-        sys.exit(f"failed: δ̄ is above --fail_above {args.fail_above:g} for {'; '.join(above)}")
-
-
 def main(words: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(words)
     leave_on_sigterm()
     with refused_in_one_line(ServerError):
-        run(args)
+        # Wrong options are refused before the model is loaded.
+        require_numbers(args, RANGES)
+        dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
+        settings = CalibrationSettings(
+            **{name: getattr(args, name) for names in SETTINGS.values() for name in names},
+            split=args.split,
+            serve_options=args.serve_options,
+            bf16=bf16,
+            chat_template_kwargs=args.chat_template_kwargs,
+            settings={
+                "revision": args.revision,
+                "train_dtype": args.train_dtype,
+                "prompts_from": args.dataset_name or "arithmetic",
+            },
+            report=say,
+        )
+        engines = [EngineSpec.parse(word) for word in args.engine]
+        config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
+        if hasattr(config, "quantization_config"):
+            raise ValueError(
+                f"model={args.model!r} is quantized: give the model that is trained, and --engine its scheme."
+            )
+        if (args.output / CALIBRATION_FILE).exists() and not args.overwrite:
+            raise ValueError(
+                f"output='{args.output}' holds a calibration already: choose another --output, or give --overwrite."
+            )
+        args.output.mkdir(parents=True, exist_ok=True)
+        require_engines(engines, config)
+        data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
+        prompts = draw_prompts(data, tokenizer, args.prompts, args.seed)
+        model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
+        calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
+        calibration.save(args.output / CALIBRATION_FILE)
+        print_calibration(calibration)
+        print(f"{CALIBRATION_FILE} is in {args.output}")
+        above = [
+            f"{engine.engine}: {delta.value:.3g} [{delta.low:.3g}, {delta.high:.3g}]"
+            for engine in calibration.engines
+            if args.fail_above is not None and (delta := engine.estimates["discrepancy"]).value > args.fail_above
+        ]
+        if above:
+            sys.exit(f"failed: δ̄ is above --fail_above {args.fail_above:g} for {'; '.join(above)}")

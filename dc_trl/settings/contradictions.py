@@ -92,16 +92,9 @@ def require_effect(settings: Any) -> None:
 
 
 def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", remedy: str = "") -> None:
-    """Refuse settings to which one of the rules applies.
+    """Refuse settings, an instance of a dataclass, to which one of the rules applies.
 
-    Args:
-        settings: an instance of a dataclass; rules about fields that it does not have are passed over.
-        rules: the rules.
-        verb: in the message, between the refused field and the others.
-        remedy: begin of each remedy.
-
-    Raises:
-        ValueError: names the fields, their values and the remedy.
+    In the message `verb` stands between the refused field and the others, and `remedy` before the rule's.
     """
 
     def holds(name: str, condition: Condition) -> bool:
