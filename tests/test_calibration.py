@@ -282,7 +282,7 @@ def test_prompts_are_drawn_from_files(tmp_path, tokenizer, capsys):
     ("options", "message"),
     [
         ({"dataset_name": "missing.jsonl"}, "missing.jsonl"),
-        ({"device": "nope"}, "device='nope' cannot be used"),
+        ({"model": "no/such/model"}, "no/such/model"),
     ],
 )
 def test_script_refuses_wrong_input(script, tmp_path, options, message):

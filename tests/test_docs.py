@@ -175,13 +175,6 @@ def test_the_options_of_the_pages_exist(parsers):
     assert {"train", "serve", "calibrate", "evaluate", "report"} <= seen
 
 
-def test_the_settings_in_yaml_exist(parsers):
-    settings = [block for name in ("gpu.md", "evaluation.md") for block in blocks(page(name), "yaml")]
-    assert settings
-    for block in settings:
-        assert {f"--{name}" for name in yaml.safe_load(block)} <= parsers["train"], block
-
-
 @pytest.mark.long
 @requires_vllm
 def test_the_options_of_vllm_exist():

@@ -17,7 +17,6 @@ QUANTIZED = EvaluatedModel("m", "main", PretrainedConfig(quantization_config={"q
     [
         ("fp8", ("fp8", "vllm", "fp8")),
         ("replica:int4_g32", ("replica:int4_g32", "replica", "int4_g32")),
-        (f"{URL}/", (URL, "url", None)),
         ("https://host", ("https://host", "url", None)),
     ],
 )

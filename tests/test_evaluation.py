@@ -286,7 +286,7 @@ def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--benchmarks", "amc23=x.jsonl"], "benchmarks='x.jsonl' does not exist"),
+        (["--benchmarks", "amc23=x.jsonl"], "benchmarks='x.jsonl' is no data file"),
         (["--engine", "http://127.0.0.1:9"], "connection to vLLM at http://127.0.0.1:9"),
     ],
 )

@@ -59,16 +59,10 @@ def test_a_stream_that_breaks_on_one_process_is_an_error_on_both_and_hangs_neith
 
 
 @pytest.mark.long
-def test_the_way_of_the_weights_is_agreed_on_where_hosts_look_different(seen):
-    assert seen["chosen"] == "checkpoint"  # as the main process sees it, whose device is a CPU
-
-
-@pytest.mark.long
 def test_a_server_that_hangs_is_given_up_before_the_other_process_stops_waiting(seen):
     assert "did not answer /v1/completions" in seen["hung"]
     assert "ddp_timeout" in seen["hung"]
-    assert "The run is saved" in seen["hung"]
-    assert (seen["folder"] / "checkpoint-0" / "trainer_state.json").is_file()
+    assert "No step had ended" in seen["hung"]
 
 
 def make_trainer(url, output_dir, **options):
@@ -81,13 +75,6 @@ def test_first_requests_that_break_are_sent_again(tmp_path):
         server.failures = dict.fromkeys(paths, 1)
         assert make_trainer(server.url, tmp_path).vllm_generation.vllm_client.model == "stub"
         assert server.failures == dict.fromkeys(paths, 0)
-
-
-def test_a_first_request_that_keeps_breaking_ends_the_run(tmp_path):
-    with stub_server() as server:
-        server.failures = {"/server_info": 100}
-        with pytest.raises(ServerError, match=r"broke during /server_info.*tried 2 times: vllm_max_retries"):
-            make_trainer(server.url, tmp_path, vllm_max_retries=1)
 
 
 def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_path, caplog):
@@ -121,9 +108,8 @@ def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_pa
         ({"vllm_server_base_url": "127.0.0.1:8000"}, ["'127.0.0.1:8000' is not an address", "use http://HOST:PORT"]),
         ({"deployment_scheme": "fp8"}, ["deployment_scheme='fp8'", "not quantized", "set deployment_scheme to the"]),
         ({"vllm_max_model_length": 9999}, ["takes 4096 tokens", "9999"]),
-        ({"weight_sync": "nccl", "max_completion_length": 5000}, ["5001", "lower max_completion_length"]),
     ],
-    ids=["nobody", "address", "format", "length", "completion"],
+    ids=["nobody", "address", "format", "length"],
 )
 def test_a_server_that_does_not_fit_is_refused(tmp_path, options, words):
     with stub_server() as server:

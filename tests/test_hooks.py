@@ -102,11 +102,6 @@ HOOKS: dict[str, str] = {
         "(self, prompts, features, n, repetition_penalty, temperature, top_p, top_k, min_p, max_tokens, "
         "logprobs, structured_outputs_regex, generation_kwargs)"
     ),
-    "trl.TrlParser.parse_args_and_config": (
-        "(self, args, return_remaining_strings, fail_with_unknown_args, separate_remaining_strings)"
-    ),
-    "trl.TrlParser.set_defaults_with_config": "(self, **kwargs)",
-    "trl.GRPOConfig._VALID_DICT_FIELDS": "list",
     "trl.trainer.utils.create_model_from_path": "(model_id, architecture, **kwargs)",
     "trl.trainer.utils.get_config_model_id": "(config)",
     "trl.trainer.utils.split_pixel_values_by_grid": "(batch)",
@@ -146,7 +141,6 @@ HOOKS: dict[str, str] = {
     "peft.tuners.lora.Embedding": "class",
     "peft.tuners.lora.ParamWrapper": "class",
     "torch.Tensor._version": "getset_descriptor",
-    "transformers.Trainer._load_rng_state": "(self, checkpoint)",
     "torch.cpu._init_amx": "()",
     "torch.ops.aten._scaled_mm": "(*args, **kwargs)",
     "peft.utils.integrations.dequantize_module_weight": "(module)",

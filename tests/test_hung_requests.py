@@ -78,7 +78,6 @@ def stubs():
 CASES = {
     "rollout": (1, "/v1/completions", 4, {}),
     "reload-of-several": (2, "/collective_rpc", 9, {}),
-    "evaluation-of-several": (2, "/v1/completions", 5, {"eval_strategy": "steps", "eval_steps": 3}),
     "ahead-of-several": (2, "/v1/completions", 4, {"rollout_overlap": True}),
 }
 

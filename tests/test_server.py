@@ -132,7 +132,6 @@ def test_what_cannot_start_is_refused_before_vllm_is_started(options, words, occ
     [
         ["--api-key", "SECRET-1"],
         ["--api_key", "SECRET-1", "SECRET-2", "--seed", "1"],
-        ["--api-k", "SECRET-1"],  # argparse takes it for --api-key
         ["--model-loader-extra-config", '{"s3_secret_access_key": "SECRET-1", "concurrency": 4}'],
         ["--otlp-traces-endpoint", "http://me:SECRET-1@127.0.0.1:4317"],
     ],

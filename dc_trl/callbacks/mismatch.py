@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from ..constraint.settings import ConstraintSettings
 from ..constraint.statistics import BatchStatistics, batch_metrics
 from ..rollouts.neutral_sampling import TRUNCATIONS, truncations
 from ..sampled_tokens import SampledTokens
@@ -45,7 +46,7 @@ class MismatchCallback(TrainerCallback):
 
     def __init__(self, trainer: GRPOTrainer):
         self._trainer = trainer
-        self._statistics = BatchStatistics()
+        self._statistics = BatchStatistics(ConstraintSettings())
         self._measured: Any = None  # the generation batch that was measured last
         sampling = {name: getattr(trainer.args, name) for name in TRUNCATIONS} | (trainer.args.generation_kwargs or {})
         self._truncated = bool(truncations(sampling))

@@ -29,9 +29,6 @@ from ..settings.command_line import OptionParser, add_serve_options, leave_on_si
 from ..settings.paths import PACKAGE
 
 
-_INTERRUPTED = 130
-
-
 def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "doctor")
     known = ["all", *SERVED_SCHEMES, *REPLICA_SCHEMES]
@@ -78,5 +75,5 @@ def main(words: Sequence[str] | None = None) -> int:
     known = {"dc_trl doctor": took, **facts(), "model": args.model or "dc_trl's tiny model"}
     say("\nTo paste into an issue:\n\n" + block(results, known, str(log)))
     if len(results) < len(checks):
-        return _INTERRUPTED
+        return 130  # Ctrl-C
     return int(any(result.status == "failed" for result in results))

@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least`, or above `above`, to `most`, or below `below`.
+    """Numbers from `least`, or above `above`, to `most`.
 
     Args:
-        least, above, most, below: bounds; None for no bound.
+        least, above, most: bounds; None for no bound.
         whole: allow whole numbers alone.
         infinite: allow +∞ too.
     """
@@ -20,7 +20,6 @@ class Range:
     least: int | None = None
     above: int | None = None
     most: int | None = None
-    below: int | None = None
     whole: bool = False
     infinite: bool = False
 
@@ -29,20 +28,17 @@ class Range:
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value
-        finite = abs(number) < (2**63 if isinstance(number, Integral) else math.inf)  # NaN is not
         return (
-            (finite or (self.infinite and number == math.inf))
+            (abs(number) < math.inf or (self.infinite and number == math.inf))  # NaN is neither
             and (self.least is None or number >= self.least)
             and (self.above is None or number > self.above)
             and (self.most is None or number <= self.most)
-            and (self.below is None or number < self.below)
         )
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number" if self.infinite else "a finite number"
-        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        words = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
-        return ", ".join([kind, *words])
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most}
+        return ", ".join([kind, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
 
 
 COUNT = Range(least=1, whole=True)

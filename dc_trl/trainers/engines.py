@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from transformers import ProcessorMixin
@@ -27,20 +27,6 @@ _OF_VLLM = (
     *("mode", "server_base_url", "server_host", "server_port", "group_port", "server_timeout", "max_model_length"),
     *("tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode", "model_impl", "structured_outputs_regex"),
 )
-
-
-def require_one_turn(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of the trainer that need several dependent requests for one rollout.
-
-    Raises:
-        ValueError: an argument is refused; the message names it.
-    """
-    for name in ("tools", "environment_factory", "rollout_func"):
-        if arguments.get(name):
-            raise ValueError(
-                f"rollout_overlap=True samples a generation batch by one request ahead of training, and {name} "
-                f"asks the engine turn by turn: leave {name} out, or set rollout_overlap=False."
-            )
 
 
 def build_replica(trainer: HookedTrainer, scheme: str) -> Replica:
@@ -92,7 +78,12 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
     # Only a checkpoint can bring back older weights.
     weight_sync = "checkpoint" if args.weight_sync_steps > 1 else args.weight_sync
     if args.vllm_mode == "server":
-        _check_server_defaults(args, model)
+        # A server takes what TRL's requests do not set from the model.
+        of_model = base_model(model).generation_config.to_dict()
+        requested = {"top_p": args.top_p, "top_k": args.top_k, "repetition_penalty": args.repetition_penalty}
+        requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
+        left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
+        _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
         require_shared_embeddings(
             model,
             reason="a server of this model uses one matrix for both",
@@ -146,20 +137,8 @@ def complete_generation_config(trainer: HookedTrainer) -> bool:
     return bool(truncations(settings))
 
 
-def _check_server_defaults(args: DCGRPOConfig, policy: Any) -> None:
-    """Refuse settings that a vLLM server takes from the model where TRL's requests set none.
-
-    Raises:
-        ValueError: a setting restricts sampling under a constraint.
-    """
-    of_model = base_model(policy).generation_config.to_dict()
-    requested = {"top_p": args.top_p, "top_k": args.top_k, "repetition_penalty": args.repetition_penalty}
-    requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
-    left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
-    _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
-
-
 def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], corrected: Collection[str] = ()) -> None:
+    """Refuse settings of a model that restrict sampling under a constraint."""
     if args.compared_by is None:
         return
     for name, value, remedy in restrictions(settings, corrected):

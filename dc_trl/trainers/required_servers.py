@@ -24,10 +24,8 @@ def config_of(model: str | PreTrainedModel, args: DCGRPOConfig) -> PretrainedCon
     """Return the configuration of a model in any form that the trainer accepts."""
     if not isinstance(model, str):
         return model.config
-    options = args.model_init_kwargs or {}
-    return AutoConfig.from_pretrained(
-        model, revision=options.get("revision", "main"), trust_remote_code=args.trust_remote_code
-    )
+    revision = (args.model_init_kwargs or {}).get("revision", "main")
+    return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
 def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:

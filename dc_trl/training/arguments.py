@@ -89,7 +89,7 @@ class RunArguments(NamedTuple):
             ValueError: a setting or the file is refused; the message names the file, or the field with its value.
             OSError: the file cannot be read.
         """
-        arguments = cls(*ConfigurationParser(ARGUMENTS).parse_args_and_config(words))
+        arguments = cls(*ConfigurationParser(ARGUMENTS).parse(words))
         if arguments.model.model_name_or_path is not None:
             arguments.model.model_name_or_path = shipped(arguments.model.model_name_or_path)
         return arguments

@@ -11,7 +11,7 @@ from ..callbacks.benchmarks import BenchmarkCallback
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..config import DCGRPOConfig
 from ..evaluation import Benchmark
-from ..gate.start import require_startable
+from ..gate import require_startable
 from ..grading.rewards import get_reward
 from ..records.settings import changed_settings
 from ..resuming.checkpoints import on_main_process
