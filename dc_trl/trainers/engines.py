@@ -200,6 +200,6 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     with raised_together(ServerError):
         if not PartialState().is_main_process:
             return
+        meet_all(urls, meet)  # which refuses what is no address
         if weight_sync == "checkpoint":
             require_shared_directory(args.weight_sync_dir, urls)
-        meet_all(urls, meet)
