@@ -178,7 +178,7 @@ def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
     for setting, applies, works in (
         (f"deployment_scheme={scheme!r} without use_vllm", has_replica, whole or not sharding.divides_parameters),
         ("train_through_quantization=True", args.train_through_quantization, whole),
-        (f"{args.split_by}", args.split_by is not None, whole),
+        (f"{args.split_setting}", args.split_by is not None, whole),
         ("top_p, top_k or min_p", bool(args.truncations), sharding.kind != "DEEPSPEED" or sharding.level < 3),
         ("score_centering=True", args.score_centering, sharding.kind is None),
     ):

@@ -151,7 +151,7 @@ def test_fsdp_in_one_process_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"fsdp_version: 1: accelerate would train without sharding"):
         make_config(tmp_path)
     monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(ValueError, match=r"fsdp_version: 2: .*Launch it with `accelerate launch --config_file"):
+    with pytest.raises(ValueError, match=r"fsdp_version: 2: .*Launch several processes"):
         make_config(tmp_path)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     with pytest.raises(ValueError, match="fsdp_version: 2: accelerate would train without sharding"):

@@ -29,11 +29,11 @@ from ..rollouts.padding_free import PaddingFree, prepared
 from ..rollouts.truncation import Kept, KeptHead, Named, padded_logps, reported_logps
 from ..settings.distribution import sharding_of
 from ..settings.paths import shipped
+from ..settings.pretrained import load_config
 from ..settings.reward_functions import LARGEST, RewardFunction, call_reward, checked_reward
 from ..trl_hooks import Completions, HookedTrainer
 from .batching import LengthAwareBatches, Scored
-from .engines import build_replica, build_vllm, complete_generation_config
-from .required_servers import config_of, require_servers
+from .engines import build_replica, build_vllm, complete_generation_config, require_servers
 from .sampler import OverlappedSampler, Sampler
 
 
@@ -50,7 +50,6 @@ _CHECKED = (
     *("train_dataset", "eval_dataset", "processing_class", "peft_config", "quantization_config", "rollout_func"),
     "environment_factory",
 )
-_COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # TRL passes them itself, or not at all
 
 
 class SamplingTrainer(HookedTrainer):
@@ -80,7 +79,10 @@ class SamplingTrainer(HookedTrainer):
         checked: dict[str, Any] = {name: kwargs.get(name) for name in _CHECKED}
         prompts = require_startable(model=model, reward_funcs=reward_funcs, args=args, **checked)
         if args.use_vllm and args.vllm_mode == "server":
-            require_servers(args, config_of(model, args))
+            revision, trust = (args.model_init_kwargs or {}).get("revision", "main"), args.trust_remote_code
+            by_name = isinstance(model, str)
+            config = load_config(model, revision=revision, trust_remote_code=trust) if by_name else model.config
+            require_servers(args, config)
         # Set before TRL's constructor, which may already call hooks of this class.
         self.replica: Replica | None = None
         self.deployed_forward: DeployedForward | None = None
@@ -411,15 +413,16 @@ class SamplingTrainer(HookedTrainer):
         prompts = [row["prompt"] for row in rows]
         completions, completion_ids = self._complete(prompts)
         if reward is not None:
-            columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _COLUMNS_OF_TRL}
+            passed_by_trl = ("prompt", "completion", "completion_ids")  # or not at all
+            columns = {name: [row[name] for row in rows] for name in rows[0] if name not in passed_by_trl}
             return call_reward(
                 reward,
                 prompts=prompts,
                 completions=completions,
                 completion_ids=completion_ids,
                 trainer_state=self.state,
-                log_extra=_no_log,
-                log_metric=_no_log,
+                log_extra=lambda *args: None,
+                log_metric=lambda *args: None,
                 **columns,
             )
         per_function = self.score_unrecorded(rows, prompts, completions, completion_ids)
@@ -447,7 +450,3 @@ def total_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
     """
     total = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(-1)
     return total.masked_fill(rewards_per_func.isnan().all(-1), torch.nan)
-
-
-def _no_log(*args: Any) -> None:
-    """Ignore reward logs outside rollouts."""

@@ -19,8 +19,8 @@ from ..settings.fields import ranges_of
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
 from ..trainer import DCGRPOTrainer
+from ..trainers.engines import require_servers
 from ..trainers.history import HistoryCallback
-from ..trainers.required_servers import require_servers
 from .adapter import AdapterArguments, adapter_of, load_adapted
 from .arguments import RunArguments, add_callbacks, require_servable, start_server
 from .output import open_output
