@@ -124,7 +124,6 @@ def evaluate(
                 if (problem, number) not in store.samples
             ]
         grader = stack.enter_context(Grader(grading_processes))
-        grader.start()  # before sampling, because the workers' imports would delay an engine on the same cores
         finished: list[tuple[_Missing, Completion]] = []
 
         def keep() -> None:

@@ -1,7 +1,6 @@
-r"""What is no plain number: read and compared by math-verify, with arithmetic that an answer leaves undone counted."""
+r"""What is no plain number: read by math-verify, and compared as numbers at three points, or else by math-verify."""
 
 import logging
-import math
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -10,7 +9,7 @@ from random import Random
 import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Add, Basic, Float, Integral, Limit, MatrixBase, Mul, Pow, Product, Rational, Sum
+from sympy import Add, Basic, Integral, Limit, MatrixBase, Mul, Pow, Product, Rational, Sum
 from sympy.core.function import AppliedUndef
 from sympy.functions.combinatorial.factorials import CombinatorialFunction
 
@@ -41,7 +40,7 @@ _NAMES = [
     }.items()
 ]
 _WORDS = r"(?<![_^])\\text\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}"
-Sides = tuple[Basic | MatrixBase | None, Basic | MatrixBase | None]
+
 
 # A derivative of a symbol would be evaluated to 0: `m v' + b v = f` would equal `b v = f`.
 _BRACED = r"(?:[^{}]|\{[^{}]*\})*\}"
@@ -61,113 +60,79 @@ def parse_expression(text: str) -> Basic | MatrixBase | None:
 
 
 def equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
-    """Whether math-verify finds two expressions equal, without the answer leaving more undone than the gold."""
+    """Whether two expressions are equal, and the answer leaves no more undone than the gold."""
     if undone(answer) > undone(gold):
         return False
-    # With decimals as fractions: math-verify would round them to six places, and 1e-8 is not 0.
-    gold, answer = (
-        side.xreplace({number: Rational(str(number)) for number in side.atoms(Float)}) for side in (gold, answer)
-    )
-    if {symbol.name for symbol in gold.free_symbols | answer.free_symbols} == {"i"}:
-        gold, answer = (side.xreplace(dict.fromkeys(side.free_symbols, sympy.I)) for side in (gold, answer))
     if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
-        ratio = _ratio(gold, answer, 0)
-        if ratio is not None and abs(ratio - 1) > 1e-6:
-            return False  # math-verify would take seconds to find no way from one to the other
+        if gold.is_number and answer.is_number and (difference := gold.doit() - answer.doit()).is_Rational:
+            return difference == 0
+        # Sooner than math-verify, which rounds to six places, and takes seconds to find no way from one to the other.
+        ratios = _ratios(gold, answer)
+        if ratios is not None:
+            return all(abs(ratio - 1) <= 1e-12 for ratio in ratios)
     return verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True, raise_on_error=True)
 
 
-def same_relation(gold: Sides, answer: Sides, ordered: bool) -> bool:
-    """Whether the sides' differences are the same up to a constant factor (`ordered`: above 0), at three points."""
-    sides = [side for side in (*gold, *answer) if isinstance(side, sympy.Expr)]
-    if len(sides) < 4 or sum(map(undone, sides[2:])) > sum(map(undone, sides[:2])):
-        return False
-    ratios = [_ratio(sides[0] - sides[1], sides[2] - sides[3], point) for point in range(3)]
-    first = ratios[0]
-    if first is None or first == 0 or (ordered and first.real < 0):
-        return False
-    return all(ratio is not None and abs(ratio - first) <= 1e-9 * abs(first) for ratio in ratios)
+def _ratios(gold: Basic, answer: Basic) -> list[complex] | None:
+    """Their ratios at three points, where every symbol has a value of its own; None where there are none."""
+    ratios: list[complex] = []
+    for point in range(3):
+        values = []
+        for expression in (gold, answer):
+            functions = {node: sympy.Symbol(str(node)) for node in expression.atoms(AppliedUndef)}
+            expression = expression.xreplace(functions)
+            place = {symbol: _at(symbol.name, point) for symbol in expression.free_symbols}
+            value = sympy.N(expression.xreplace(place))
+            if not (value.is_number and value.is_finite):
+                return None
+            values.append(complex(value))
+        ratios.append(values[0] / values[1] if values[1] else 1 if values[0] == 0 else complex("inf"))
+    return ratios
 
 
-def _ratio(gold: sympy.Expr, answer: sympy.Expr, point: int) -> complex | None:
-    """Their ratio where every symbol has a value of its own; None where there is none."""
-    values = []
-    for expression in (gold, answer):
-        functions = {node: sympy.Symbol(str(node)) for node in expression.atoms(AppliedUndef)}
-        expression = expression.xreplace(functions)
-        place = {symbol: _at(symbol.name, point) for symbol in expression.free_symbols}
-        value = sympy.N(expression.xreplace(place))
-        if not (value.is_number and value.is_finite):
-            return None
-        values.append(value)
-    if values[1].is_zero:
-        return None if values[0].is_zero else complex("inf")
-    return complex(values[0] / values[1])
-
-
-def _at(name: str, point: int) -> Rational:
-    """Return a number for a symbol: a small integer for those that mostly count something."""
-    random = Random(f"{name} {point}")
-    return Rational(random.randint(3, 11)) if name in tuple("ijkmn") else Rational(random.randint(50, 400), 101)
+def _at(name: str, point: int) -> Basic:
+    """Return a number for a symbol: i, or a small integer for those that mostly count something."""
+    random = Random(f"{name.lower()} {point}")
+    if name == "i":
+        return sympy.I
+    return Rational(random.randint(3, 11)) if name in tuple("jkmn") else Rational(random.randint(50, 400), 101)
 
 
 def within(gold: Basic | MatrixBase, answer: Basic | MatrixBase, relative: float, absolute: float) -> bool:
-    """Whether two constants differ by no more than the tolerance."""
-    if not all(isinstance(value, sympy.Expr) and value.is_number for value in (gold, answer)):
+    """Whether two constants, or those of two lists in ascending order, differ by no more than the tolerance."""
+    golds, answers = (
+        sorted(side.args, key=sympy.default_sort_key) if isinstance(side, (sympy.FiniteSet, sympy.Tuple)) else [side]
+        for side in (gold, answer)
+    )
+    if not (relative or absolute) or len(golds) != len(answers):
         return False
-    difference, size = abs(sympy.N(gold - answer)), abs(sympy.N(gold))
-    return bool(difference <= max(absolute, relative * size))
+    if not all(isinstance(value, sympy.Expr) and value.is_number for value in golds + answers):
+        return False
+    return all(
+        abs(sympy.N(one - other)) <= max(absolute, relative * abs(sympy.N(one)))
+        for one, other in zip(golds, answers, strict=True)
+    )
 
 
 def undone(expression: Basic | MatrixBase) -> int:
     r"""How often arithmetic is left to do: `40+6`, `2x+3x`, `3\cdot4`, `2^{10}`, `\sqrt{144}`, `10!`, `\int x dx`."""
-    return sum(bool(_is_undone(node)) for node in sympy.preorder_traversal(expression))
+    return sum(map(_is_undone, sympy.preorder_traversal(expression)))
 
 
 def _is_undone(node: Basic) -> bool:
-    if isinstance(node, Add):
-        terms = list(_flat(node))
-        return len(Add.make_args(Add(*terms))) < len(terms)
-    if isinstance(node, Mul):
-        return _is_undone_product(node)
-    if isinstance(node, Pow):
-        base, exponent = node.args
-        if not (base.is_Rational and exponent.is_Rational):
-            return isinstance(base, Add) and exponent.is_Integer and exponent > 1 and _is_constant(base)
-        if exponent.is_Integer:
-            return abs(exponent) != 1
-        return exponent.q <= 100 and abs(base.p * base.q) < 10**100 and Pow(base, Rational(1, exponent.q)).is_Rational
-    if isinstance(node, (Sum, Product, Integral, Limit)):
+    if isinstance(node, (Sum, Product, Integral, Limit, CombinatorialFunction)):
         return True
-    if isinstance(node, sympy.Function) and not node.free_symbols:
-        return isinstance(node, CombinatorialFunction) or bool(node.doit().is_Rational)
+    if isinstance(node, Add):
+        return len(Add.make_args(Add(*_flat(node)))) < len(list(_flat(node)))
+    if isinstance(node, Mul):
+        factors = [factor for factor in _flat(node) if factor.is_Number]
+        return sum(abs(factor) != 1 for factor in factors) > 1
+    if isinstance(node, Pow) and node.base.is_Rational and node.exp.is_Rational and node.exp != -1:
+        return bool(Pow(node.base, node.exp).is_Rational)
     return False
 
 
-def _is_undone_product(node: Mul) -> bool:
-    factors = list(_flat(node))
-    rationals = [factor for factor in factors if factor.is_Rational]
-    inverses = [factor.args[0] for factor in factors if isinstance(factor, Pow) and factor.args[1] == -1]
-    tops = [abs(int(value.p)) for value in rationals if abs(value.p) != 1]
-    bottoms = [int(value.q) for value in rationals if value.q != 1]
-    bottoms += [abs(int(value)) for value in inverses if value.is_Integer and abs(value) != 1]
-    decimals = sum(factor.is_Float for factor in factors)
-    if len(tops) + decimals > 1 or len(bottoms) > 1 or (tops and bottoms and math.gcd(tops[0], bottoms[0]) > 1):
-        return True
-    sums = [factor for factor in factors if isinstance(factor, Add)]
-    return len(sums) > 1 and all(map(_is_constant, sums))
-
-
 def _flat(node: Basic) -> Iterator[Basic]:
-    """Terms of a sum, those of `-(a - b)` too, or factors of a product."""
+    """Terms of a sum, or factors of a product, also of those within it."""
     for part in node.args:
-        if isinstance(part, node.func):
-            yield from _flat(part)
-        elif node.is_Add and part.is_Mul and len(part.args) == 2 and part.args[0] == -1 and part.args[1].is_Add:
-            yield from (-term for term in _flat(part.args[1]))
-        else:
-            yield part
-
-
-def _is_constant(node: Basic) -> bool:
-    return all(symbol.name == "i" for symbol in node.free_symbols)
+        yield from _flat(part) if isinstance(part, node.func) else (part,)

@@ -6,8 +6,7 @@ from typing import Any
 
 from ..settings.reward_functions import RewardFunction
 from ..settings.users_function import import_function
-from . import GRADING_COLUMNS, Gold, Grader, gold_answer
-from .text import last_box
+from . import GRADING_COLUMNS, Gold, Grader, extract_answer, gold_answer
 
 
 Completion = str | list[dict[str, Any]]
@@ -73,7 +72,7 @@ def arithmetic_reward(completions: Sequence[Completion], answer: Sequence[str], 
     rewards: list[float | None] = []
     for completion, gold in zip(completions, answer, strict=True):
         text, integer = completion_text(completion), gold_answer(gold) or ""
-        is_correct = last_box(text) == integer and _BOXED.findall(text)[-1:] == [integer]
+        is_correct = extract_answer(text) == integer and _BOXED.findall(text)[-1:] == [integer]
         rewards.append(float(is_correct) if _PLAIN_INTEGER.fullmatch(integer) else None)
     return rewards
 

@@ -41,6 +41,7 @@ _SPELLINGS = [
         "∪": r"\\cup ",
         r"√\s*(\d+|[A-Za-z])": r"\\sqrt{\1}",
         r"\\(?:approx|simeq)(?![a-zA-Z])": "≈",
+        r"\s*,?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}\s*|\s*,?\s+(?:and|or)\s+": ", ",
         r"\\sqrt\s*([^\W_])": r"\\sqrt{\1}",  # braces that TeX lets one leave out
         r"\\frac\s*(\d)\s*(\d)": r"\\frac{\1}{\2}",
         r"\s+": " ",
@@ -54,17 +55,14 @@ _WRAPPED = re.compile(
 
 
 def extract_answer(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` or `\fbox{...}` without outer spaces, None if there is none (`last_box`)."""
-    box = last_box(text)
-    return None if box is None else box.strip()
-
-
-def last_box(text: str) -> str | None:
-    r"""Content of the last balanced `\boxed{...}` or `\fbox{...}`, None if there is none or a later one is cut off.
+    r"""Content of the last balanced `\boxed{...}` or `\fbox{...}` without outer spaces.
 
     Boxes end where they close, so of nested boxes the outer one is last. A text that ends within a box has no answer:
     the boxes before it are those that it went on from. A box whose brace was forgotten, and which an empty line ended
     (as it does in TeX), does not count against a box that follows. Only the last million characters are read.
+
+    Returns:
+        None if there is no box, or a later one is cut off.
     """
     answer: tuple[int, int] | None = None
     newest = 0  # where the content of the box starts that was opened last
@@ -83,7 +81,7 @@ def last_box(text: str) -> str | None:
         elif token[0] == "{":
             opened.append(None)
     is_cut = any(start is not None and (start == newest or "\n\n" not in text[start:]) for start in opened)
-    return None if is_cut or answer is None or _CUT_COMMAND.search(text) else text[slice(*answer)]
+    return None if is_cut or answer is None or _CUT_COMMAND.search(text) else text[slice(*answer)].strip()
 
 
 def gold_answer(value: Any) -> str | None:
