@@ -1,6 +1,6 @@
 r"""Whether a boxed answer equals a gold answer, decided safely. What counts as correct: docs/grading.md.
 
-`text` (LaTeX to plain spelling) → `literals` (numbers and units) → `expressions` (math-verify) → `answers` (the verdict)
+`text` (plain spelling) → `literals` (numbers and units) → `expressions` (math-verify) → `answers` (the verdict)
 → `pool` (worker processes with limits).
 """
 
