@@ -65,13 +65,12 @@ def test_the_readme_command_in_a_process_of_its_own(tmp_path):
     command += ["--eval_size", "64", "--per_device_train_batch_size", "32", "--report_to", "tensorboard"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
-    for words in ("64 held-out problems", "before", "after", "discrepancy δ̄", "multiplier λ", "tokens", "seconds"):
+    for words in ("greedy reward", "before", "after", "discrepancy δ̄", "multiplier λ", "tokens", "seconds"):
         assert words in done.stdout
     assert "reward=" in done.stderr
     assert "δ̄=" in done.stderr
     assert "λ=" in done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["before"]["problems"] == 64
     assert 0.2 < summary["before"]["greedy"] < 0.65  # the shipped model
     assert summary["steps"] == 3
     assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"
@@ -200,7 +199,7 @@ def test_a_tokenizer_without_chat_template_trains_on_plain_prompts(launch, tmp_p
     output = launch(model_name_or_path=str(model), eval_size=8, max_steps=1)
     summary = json.loads((output / "summary.json").read_text())
     assert summary["steps"] == 1
-    assert summary["after"]["problems"] == 8
+    assert "greedy" in summary["after"]
 
 
 @pytest.mark.parametrize(

@@ -193,13 +193,11 @@ def test_summary_and_report_say_where_the_time_went(tmp_path, tokenizer):
 
     trainer = make_trainer(tmp_path / "run", tokenizer, fake, reward)
     trainer.model.register_forward_hook(lambda *_: fake.spend(10))
-    trainer.add_callback(run := BeforeAndAfter(trainer))
+    trainer.add_callback(BeforeAndAfter(trainer))
     trainer.train()
     tokens = trainer.state.num_input_tokens_seen
     page = write_report(tmp_path / "run", tmp_path / "unfinished.html")
-    summarize(trainer, run)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["seconds_of_parts"]["reward"] == 90
+    summarize(trainer)
     finished = write_report(tmp_path / "run", tmp_path / "finished.html")
     for html in (page, finished):
         reader = Reader(html.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 """The model card: what the Hub shows of a run. The texts are the Jinja templates in this folder."""
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from transformers import Trainer
 from trl.trainer.utils import get_config_model_id
 
 from ..config import DCGRPOConfig
+from ..constraint.settings import ConstraintSettings
 from ..files import write_text
 from ..records import runs
-from ..records.tables import with_error
 from ..settings.paths import is_path
 
 
@@ -46,7 +46,8 @@ def write_run_card(trainer: Trainer, model_name: str | None, dataset_name: str |
     if dataset_name is not None and hub_dataset(dataset_name) is None:
         dataset_name = Path(dataset_name).name  # a card must not show directories
     summary = runs.read_summary(folder)
-    measured = _measured(folder, args, summary)
+    history = folder / runs.HISTORY_FILE
+    rows = runs.outcome(runs.Run("", runs.read_history(history))) if history.is_file() else []
     data = ModelCardData(
         base_model=base_model if base_model and not is_path(base_model) else None,
         datasets=hub_dataset(dataset_name),
@@ -67,7 +68,7 @@ def write_run_card(trainer: Trainer, model_name: str | None, dataset_name: str |
         constraint=args.constraint,
         settings=constraint_settings(args),
         summary=summary,
-        measured=measured,
+        rows=rows,
         deployed=(folder / runs.DEPLOYMENT_FOLDER / "config.json").is_file(),
         names=runs,
         files={path.name for path in folder.iterdir()},
@@ -81,19 +82,13 @@ def hub_dataset(name: str | None) -> str | None:
 
 
 def constraint_settings(args: Any) -> dict[str, Any]:
-    """Return the fields that DC-GRPO adds to TRL's, if they are set and have an effect on the training.
+    """Return the settings of the constraint that are set and have an effect on the training.
 
     Args:
         args: a `DCGRPOConfig` or an `AsyncDCGRPOConfig`.
     """
-    theirs = {
-        field.name
-        for base in type(args).__mro__
-        if is_dataclass(base) and base.__module__.partition(".")[0] in ("transformers", "trl")
-        for field in fields(base)
-    }
-    not_shown = ("vllm_", "hub_", *(_OF_A_CONSTRAINT if args.constraint == "none" else ()))
-    names = [field.name for field in fields(args) if field.name not in theirs | {"weight_sync", "weight_sync_dir"}]
+    names = (field.name for field in fields(ConstraintSettings))
+    not_shown = _OF_A_CONSTRAINT if args.constraint == "none" else ()
     values = {name: getattr(args, name) for name in names if not name.startswith(not_shown)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -101,21 +96,9 @@ def constraint_settings(args: Any) -> dict[str, Any]:
 def _render(template: str, **facts: Any) -> str:
     # Markdown is not escaped as HTML is, so the templates quote a user's names as code.
     environment = Environment(loader=PackageLoader("dc_trl", "hub"), undefined=StrictUndefined, trim_blocks=True)
-    environment.globals |= {"version": version, "with_error": with_error}
+    environment.globals["version"] = version
     environment.filters |= {
         "code": lambda text: f"`{' '.join(text.replace('`', ' ').split())}`",
         "cell": lambda text: text.replace("|", r"\|"),
     }
     return environment.get_template(template).render(facts)
-
-
-def _measured(folder: Path, args: Any, summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return reward, discrepancy and λ at two named times, from the summary, or else from the history."""
-    if summary:
-        multiplier = {"before": args.lambda_init, "after": summary.get("lambda")} if args.constraint != "none" else {}
-        return [(when, {**summary.get(when, {}), "lambda": multiplier.get(when)}) for when in ("before", "after")]
-    path = folder / runs.HISTORY_FILE
-    rows = [row for row in runs.read_history(path) if "discrepancy/mean" in row] if path.is_file() else []
-    names = {"reward": "reward", "discrepancy": "discrepancy/mean", "lambda": "lagrangian/lambda"}
-    ends = [rows[0], rows[-1]] if rows else []
-    return [(f"step {row['step']}", {name: row.get(key) for name, key in names.items()}) for row in ends]

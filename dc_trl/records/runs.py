@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -13,16 +14,23 @@ from ..constraint.settings import ConstraintSettings
 from ..files import read_object, read_text
 from .settings import default_of
 from .started import read_starts
+from .tables import with_error
 from .time_parts import PARTS, PREFIX
 
 
 HISTORY_FILE = "history.jsonl"
 FIGURE_FILE = "run.png"
 SETTINGS_FILE = "settings.json"
-BASELINE_FILE = "before.json"  # the deployed policy before the first step, as `dc-trl train` measures it
-SUMMARY_FILE = "summary.json"  # the deployed policy after the last step, and what the run cost
+SUMMARY_FILE = "summary.json"  # what `dc-trl train` has changed, and what it cost
 DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
 GREEDY = "eval_greedy_reward"  # metric of the deployed policy's greedy answers to held-out problems
+# What a summary holds of the policy before and after, where the run has held-out problems.
+MEASURED = {
+    "greedy": GREEDY,
+    "greedy_se": f"{GREEDY}_se",
+    "reward": "eval_reward",
+    "discrepancy": "eval_discrepancy/mean",
+}
 TRAINER_STATE_FILE = "trainer_state.json"  # of a checkpoint: the file that transformers writes last
 _DEFAULTS = {field.name: default_of(field) for field in fields(ConstraintSettings)} | {"seed": 42}
 
@@ -164,11 +172,30 @@ def run_ended(folder: str | PathLike[str], step: int) -> bool:
     return read_summary(Path(folder)).get("steps") == step
 
 
-def read_baseline(folder: Path) -> dict[str, Any]:
-    """Read what a run measured of the deployed policy before the first step; {} where there is no such file.
+def benchmark_metrics(run: Run) -> dict[str, str]:
+    """Return the metrics `eval_BENCHMARK/avg@k` of the history by "BENCHMARK avg@k", in order."""
+    names = sorted({name for row in run.history for name in row})
+    found = [re.fullmatch(r"eval_(.+)/(avg@\d+)", name) for name in names]
+    return {" ".join(match.groups()): match[0] for match in found if match is not None}
 
-    Raises:
-        ValueError: the file cannot be read; the message names it.
-    """
-    path = folder / BASELINE_FILE
-    return read_object(path) if path.is_file() else {}
+
+def outcome(run: Run) -> list[list[str]]:
+    """Return a row for each result of a run: its name, and the first and the last value that the run measured."""
+    held_out = MEASURED["discrepancy"]
+    metrics = {
+        "greedy reward": GREEDY,
+        "sampled reward": "eval_reward",
+        **benchmark_metrics(run),
+        "discrepancy δ̄": held_out if run.series(held_out).steps else "discrepancy/mean",
+        "multiplier λ": "lagrangian/lambda",
+    }
+    rows = []
+    for label, metric in metrics.items():
+        series, errors = run.series(metric), run.series(f"{metric}_se").by_step()
+        values = [
+            f"{value:.4g}" if step not in errors else with_error(value, errors[step], 1, 3)
+            for step, value in zip(*series, strict=True)
+        ]
+        if values:
+            rows.append([label, values[0], values[-1] if len(values) > 1 else ""])
+    return rows

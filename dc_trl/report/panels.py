@@ -1,6 +1,5 @@
 """What each figure of a run shows."""
 
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..records.runs import GREEDY, Run, is_number
+from ..records.runs import GREEDY, Run, benchmark_metrics, is_number
 from .figures import ACCENT, INK, MUTED, draw_curve, new_figure, save_figure
 
 
@@ -82,13 +81,6 @@ def panels_of(run: Run) -> list[Panel]:
         *_COURSE_OF_TRAINING,
     ]
     return [panel for panel in panels if run.series(panel.metric).steps]
-
-
-def benchmark_metrics(run: Run) -> dict[str, str]:
-    """Return the metrics `eval_BENCHMARK/avg@k` of the history by "BENCHMARK avg@k", in order."""
-    names = sorted({name for row in run.history for name in row})
-    found = [re.fullmatch(r"eval_(.+)/(avg@\d+)", name) for name in names]
-    return {" ".join(match.groups()): match[0] for match in found if match is not None}
 
 
 def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> None:

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from ..records.runs import GREEDY, Run, is_number
-from ..records.tables import weighted_sum, with_error
+from ..records.runs import Run, is_number, outcome
+from ..records.tables import weighted_sum
 from ..records.time_parts import time_cells
-from .panels import benchmark_metrics
 
 
 class Table(NamedTuple):
@@ -56,25 +55,11 @@ def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def outcome_table(run: Run) -> Table:
     """Return what the run measured first and last. Rewards and benchmarks have the units of the figures."""
-    held_out = "eval_discrepancy/mean"
-    metrics = {
-        "greedy reward": GREEDY,
-        "sampled reward": "eval_reward",
-        **benchmark_metrics(run),
-        "discrepancy δ̄": held_out if run.series(held_out).steps else "discrepancy/mean",
-        "multiplier λ": "lagrangian/lambda",
-    }
-    rows = []
-    for label, metric in metrics.items():
-        series, errors = run.series(metric), run.series(f"{metric}_se").by_step()
-        values = [_measured(value, errors.get(step)) for step, value in zip(*series, strict=True)]
-        if values:
-            rows.append([label, values[0], values[-1] if len(values) > 1 else ""])
     caption = (
         "What came out: the first and the last value of each. Greedy reward: of the deployed policy, ± standard error "
         "over held-out problems. δ̄: on held-out problems where the run measured it there, else of a generation batch."
     )
-    return Table(["", "first", "last"], rows, caption)
+    return Table(["", "first", "last"], outcome(run), caption)
 
 
 def time_table(run: Run) -> Table:
@@ -100,10 +85,6 @@ def _known(run: Run, field: str, recorded_as: str) -> Any:
 
 def _tokens(run: Run) -> float | None:
     return run.summary.get("tokens", run.last("num_tokens"))
-
-
-def _measured(value: float, standard_error: float | None) -> str:
-    return f"{value:.4g}" if standard_error is None else with_error(value, standard_error, 1, 3)
 
 
 def _number(value: Any, form: str) -> str:

@@ -7,7 +7,6 @@ from ..config import DCGRPOConfig
 from ..files import lock_output
 from ..hub.push import HubClient
 from ..records.runs import (
-    BASELINE_FILE,
     DEPLOYMENT_FOLDER,
     HISTORY_FILE,
     SUMMARY_FILE,
@@ -19,7 +18,7 @@ from ..resuming.checkpoints import checkpoints, resumable_checkpoint
 # The weights that a finished run leaves.
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 # Files and folders that mark an output directory as one with a run.
-_RUN_FILES = (HISTORY_FILE, BASELINE_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *_WEIGHTS, "checkpoint-*")
+_RUN_FILES = (HISTORY_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *_WEIGHTS, "checkpoint-*")
 
 
 def holds_weights(folder: Path) -> bool:
@@ -50,7 +49,7 @@ def _require_no_run(output_dir: Path, anew: bool) -> None:
     """Refuse a directory that holds a run; with `anew`, accept one that was killed before its first checkpoint."""
     found = {path.name for pattern in _RUN_FILES for path in output_dir.glob(pattern)}
     # A run that was killed before its first step ended is not worth keeping.
-    if found <= {HISTORY_FILE, BASELINE_FILE}:
+    if found <= {HISTORY_FILE}:
         history = read_history(output_dir / HISTORY_FILE) if HISTORY_FILE in found and not anew else []
         if not any(row["step"] > 0 for row in history):
             return

@@ -12,7 +12,7 @@ from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.summary import BeforeAndAfter, summarize
 from ..data.dapo import DAPO
 from ..hub.push import HubError
-from ..records.runs import BASELINE_FILE, HISTORY_FILE, SETTINGS_FILE, run_ended
+from ..records.runs import HISTORY_FILE, SETTINGS_FILE, run_ended
 from ..records.started import STARTS_FILE
 from ..resuming.checkpoints import checkpoints, on_main_process
 from ..resuming.interruption import RunInterrupted, StopSignals
@@ -40,8 +40,7 @@ def run(
         data: data settings, with the data set's name for the model card and the measurements during training.
         signals: callback that ends the run in order.
     """
-    measured = BeforeAndAfter(trainer, data.eval_greedy)
-    trainer.add_callback(measured)
+    trainer.add_callback(BeforeAndAfter(trainer, data.eval_greedy))
     trainer.add_callback(signals)
     try:
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
@@ -62,7 +61,7 @@ def run(
     # A user's call of save_model would push before there is a summary.
     trainer.save_model(trainer.args.output_dir, _internal_call=True)
     if trainer.accelerator.is_main_process:
-        summarize(trainer, measured)
+        summarize(trainer)
     failure = _publish(trainer, DAPO.hub_id if data.dataset_name == "dapo" else data.dataset_name)
     if failure is None:
         release_processes(trainer)
@@ -85,7 +84,7 @@ def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stac
         trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
         began = trainer.state.global_step > 0 or checkpoints(trainer.args.output_dir)
         if not began and trainer.accelerator.is_main_process:  # the same command is to start again
-            for name in (HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, BASELINE_FILE):
+            for name in (HISTORY_FILE, SETTINGS_FILE, STARTS_FILE):
                 Path(trainer.args.output_dir, name).unlink(missing_ok=True)
     stack.close()
     # If one process of several fails, the launcher ends the others, and the server may still run.
