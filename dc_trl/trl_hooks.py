@@ -34,9 +34,8 @@ from trl import GRPOTrainer
 
 from .files import read_object
 from .quantization.policy import unwrapped
-from .records.clock import PartsClock, timed
+from .records.clock import EVALUATION, OTHER, PREFIX, PartsClock, timed
 from .records.runs import TRAINER_STATE_FILE
-from .records.time_parts import EVALUATION, OTHER, PREFIX
 
 
 # Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", unknown to torch.load.

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from dc_trl import HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
-from dc_trl.records.clock import PartsClock
+from dc_trl.records.clock import PREFIX, PartsClock
 from dc_trl.records.runs import read_run
-from dc_trl.records.time_parts import PREFIX
 from dc_trl.report import write_report
 
 from . import helpers

@@ -28,10 +28,8 @@ class SurgeDetector:
         The surge is the first step at which the running median over 9 steps, centred on it, reaches 2 × the median of
         the up to 80 steps before those 9.
 
-    Spikes of up to 4 steps in a row do not move a median over 9; in return, a surge is known 4 steps after it
-    happened. The baseline of 80 steps follows a slow drift, and stays at the old level while the length rises. The
-    factor 2 is the geometric middle between no change and the paper's 4-fold. docs/learning_rate.md has what the rule
-    finds on synthetic curves, and its limits.
+    A surge is known 4 steps after it happened. docs/learning_rate.md has what the rule finds on synthetic curves, and
+    its limits.
 
     Attributes:
         step: number of updates so far, which is the 1-based step of the last one.

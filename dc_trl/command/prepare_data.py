@@ -11,11 +11,11 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, parse_benchmark
-from ..data.cleaning import Report, clean
+from ..data.cleaning import clean, count_reasons, print_cleaning
 from ..data.dapo import DAPO, load_dapo
 from ..files import write_text
 from ..settings.command_line import OptionParser, refused_in_one_line
@@ -41,17 +41,18 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
-    """Write all files into a folder. Everything that can be wrong with the input is found before rows are read."""
+def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[int, list[dict[str, str]]]:
+    """Write all files into a folder; return the number of rows, and those that were left out."""
     files = dict(map(parse_benchmark, arguments.benchmarks))
     rows = load_dapo(arguments.file, arguments.prompt_column, arguments.answer_column)
-    kept, report = clean(rows, {name: load_benchmark(name, file) for name, file in files.items()})
+    kept, dropped = clean(rows, {name: load_benchmark(name, file) for name, file in files.items()})
     sources = {arguments.dataset: arguments.file or str(DAPO)}
     sources |= {name: file or str(BENCHMARKS[name]) for name, file in files.items()}
     kept.to_parquet(folder / TRAIN_FILE)
-    content = {"sources": sources, "counts": report.counts, **asdict(report)}
+    content: dict[str, Any] = {"sources": sources, "counts": count_reasons(dropped)}
+    content |= {"rows": len(rows), "kept": len(kept), "dropped": dropped}
     write_text(folder / REPORT_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    return report
+    return len(rows), dropped
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -65,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
         with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
             result = Path(folder, output.name)
             result.mkdir()
-            report = prepare(arguments, result)
+            counted = prepare(arguments, result)
             os.replace(result, output)
-    report.print()
+    print_cleaning(*counted)
     print(f"{TRAIN_FILE} and {REPORT_FILE} are in {arguments.output}")

@@ -34,9 +34,6 @@ def write_run_card(trainer: Trainer, model_name: str | None, dataset_name: str |
         model_name: name in the title; by default that of the output directory.
         dataset_name: training data: a Hub id, a path or a name.
         tags: tags of the model.
-
-    Raises:
-        ValueError: the summary or the history of the run cannot be read; the message names the file.
     """
     args, folder = trainer.args, Path(trainer.args.output_dir)
     repo_id = trainer.hub_model_id or UNKNOWN_REPOSITORY

@@ -1,7 +1,6 @@
 """What a run leaves in its output directory to be read again: settings, history, evaluations."""
 
 import json
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,10 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..constraint.settings import ConstraintSettings
 from ..files import read_object, read_text
+from .clock import PARTS, PREFIX
 from .settings import default_of
 from .started import read_starts
 from .tables import with_error
-from .time_parts import PARTS, PREFIX
 
 
 HISTORY_FILE = "history.jsonl"
@@ -79,13 +78,8 @@ class Run:
         return next(reversed(self.series(metric).values), None)
 
     def seconds_of_parts(self) -> dict[str, float]:
-        """Return the seconds of each part of the work that the history has logged, see `records.time_parts`."""
+        """Return the seconds of each part of the work that the history has logged, see `records.clock`."""
         return {part: sum(values) for part in PARTS if (values := self.series(f"{PREFIX}{part}").values)}
-
-    def not_finite(self, metric: str) -> int:
-        """Return how many rows have the metric as NaN or infinity."""
-        values = [row.get(metric) for row in self.history]
-        return sum(isinstance(value, float) and not math.isfinite(value) for value in values)
 
     def setting(self, name: str) -> Any:
         """Return the recorded setting, or else the default; None where that is not known."""
@@ -108,22 +102,9 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def read_history(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Read a history file: one row for each log, with its `step`. A last line that a kill cut short is left out.
-
-    Raises:
-        ValueError: a line is no row of a history; the message names it.
-    """
+    """Read a history file: one row for each log, with its `step`. A last line that a kill cut short is left out."""
     text = read_text(Path(path))
-    rows = []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error}): repair or remove the line.") from error
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            raise ValueError(f"{path}, line {number} has no step: it is no row of a history, remove it.")
-        rows.append(row)
-    return rows
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def read_run(directory: str | PathLike[str]) -> Run:
@@ -134,8 +115,6 @@ def read_run(directory: str | PathLike[str]) -> Run:
     """
     folder = Path(directory)
     path, settings = folder / HISTORY_FILE, folder / SETTINGS_FILE
-    if not folder.is_dir():
-        raise ValueError(f"run={str(folder)!r} is no directory: give the output_dir of a run.")
     if not path.is_file():
         raise ValueError(
             f"run={str(folder)!r} has no {HISTORY_FILE}: give the output_dir of a run of dc-trl train, or of a "
@@ -144,31 +123,18 @@ def read_run(directory: str | PathLike[str]) -> Run:
     history = read_history(path)
     if not history:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
-    return Run(
-        folder.resolve().name,
-        history,
-        read_object(settings) if settings.is_file() else {},
-        read_summary(folder),
-        read_starts(folder),
-    )
+    set_by_user = read_object(settings) if settings.is_file() else {}
+    return Run(folder.resolve().name, history, set_by_user, read_summary(folder), read_starts(folder))
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Read what a finished run wrote about itself; {} where there is no such file.
-
-    Raises:
-        ValueError: the file cannot be read; the message names it.
-    """
+    """Read what a finished run wrote about itself; {} where there is no such file."""
     path = folder / SUMMARY_FILE
     return read_object(path) if path.is_file() else {}
 
 
 def run_ended(folder: str | PathLike[str], step: int) -> bool:
-    """Return whether a run of `dc-trl train` came to its end at this step: it writes its summary last.
-
-    Raises:
-        ValueError: the summary cannot be read; the message names it.
-    """
+    """Return whether a run of `dc-trl train` came to its end at this step: it writes its summary last."""
     return read_summary(Path(folder)).get("steps") == step
 
 

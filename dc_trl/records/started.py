@@ -37,18 +37,9 @@ def record_start(folder: Path, step: int, device: str, processes: int) -> None:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Read the starts of a run, oldest first; [] where it has recorded none.
-
-    Raises:
-        ValueError: the file holds something else; the message names it.
-    """
+    """Read the starts of a run, oldest first; [] where it has recorded none."""
     path = folder / STARTS_FILE
-    if not path.is_file():
-        return []
-    try:
-        return json.loads(read_text(path))
-    except ValueError as error:
-        raise ValueError(f"{path} is not what a run writes ({error}): remove the file.") from error
+    return json.loads(read_text(path)) if path.is_file() else []
 
 
 def cpu_name() -> str:

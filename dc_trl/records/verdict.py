@@ -75,28 +75,6 @@ class Verdict(NamedTuple):
     worth_serving: bool  # whether its policy may be better than the one that it began with, as far as is known
 
 
-class Rewards(NamedTuple):
-    """Mean training reward over the first and the last logged steps of a run."""
-
-    first: float
-    last: float
-    noise: float | None  # standard error of their difference; None where there are too few steps
-    steps: int  # logged steps in each mean
-
-
-def rewards_of(run: Run) -> Rewards | None:
-    """Return the training reward at both ends of a run; None where none was logged."""
-    values = run.series("reward").values
-    if not values:
-        return None
-    steps = max(1, min(WINDOW, len(values) // 2))
-    ends = values[:steps], values[-steps:]
-    noise = None
-    if steps >= _ENOUGH:
-        noise = math.sqrt(sum(statistics.variance(end) for end in ends) / steps)
-    return Rewards(statistics.fmean(ends[0]), statistics.fmean(ends[1]), noise, steps)
-
-
 def verdict_of(run: Run) -> Verdict:
     """Say whether a run learned, what kept it from learning, and what its mismatch means.
 
@@ -130,18 +108,20 @@ def _level(run: Run, may_lag: bool) -> float:
 
 def _learning(run: Run) -> tuple[str, bool]:
     """Say in a sentence whether a run learned, and return whether its policy is worth serving."""
-    rewards = rewards_of(run)
-    if rewards is None:
+    values = run.series("reward").values
+    if not values:
         return "Nothing was learned: no completion earned a reward, all functions returned None.", False
+    steps = max(1, min(WINDOW, len(values) // 2))
+    ends = values[:steps], values[-steps:]
+    first, last = map(statistics.fmean, ends)
     spread = run.series("frac_reward_zero_std").values
     if spread and min(spread) >= _NO_SPREAD:
-        of = f"the same reward, on average {rewards.last:.3g} in the last steps"
+        of = f"the same reward, on average {last:.3g} in the last steps"
         return f"Nothing was learned from the reward: all completions of each prompt earned {of}.", False
-    both = f"the mean training reward was {rewards.first:.3g} at first and {rewards.last:.3g} at the end"
-    if rewards.noise is None:
+    both = f"the mean training reward was {first:.3g} at first and {last:.3g} at the end"
+    if steps < _ENOUGH:
         return f"There are too few steps to tell whether the run learned: {both}.", True
-    steps = f"{rewards.steps} logged steps each"
-    change = rewards.last - rewards.first
-    if abs(change) <= 2 * rewards.noise:
-        return f"The run is not shown to have learned: {both} ({steps}), which is within the noise.", True
-    return f"The run {'learned' if change > 0 else 'lost reward'}: {both} ({steps}).", change > 0
+    both = f"{both} ({steps} logged steps each)"
+    if abs(last - first) <= 2 * math.sqrt(sum(map(statistics.variance, ends)) / steps):
+        return f"The run is not shown to have learned: {both}, which is within the noise.", True
+    return f"The run {'learned' if last > first else 'lost reward'}: {both}.", last > first

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from ..records.clock import PARTS
 from ..records.runs import Run, is_number, outcome
 from ..records.tables import weighted_sum
-from ..records.time_parts import time_cells
 
 
 class Table(NamedTuple):
@@ -22,14 +22,15 @@ def facts_table(run: Run) -> Table:
     """Return what was trained, when and on what, and how far it came, as far as the run has recorded it."""
     alarms = [(name, row["step"]) for row in run.history for name in row if name.startswith("collapse/")]
     weights = run.summary.get("rewards", {})
+    known = run.setting if run.settings else lambda name: None  # without recorded settings a default is a guess
     facts = {
         "model": run.settings.get("model_name_or_path"),
         "data": run.settings.get("dataset_name"),
         **start_facts(run.starts),
-        "sampling engine": _known(run, "engine", "deployment_scheme"),
-        "constraint": _known(run, "constraint", "constraint"),
+        "sampling engine": run.summary.get("engine", known("deployment_scheme")),
+        "constraint": run.summary.get("constraint", known("constraint")),
         "tolerance ε": _number(run.last("lagrangian/tolerance"), "{:.4g}"),
-        "seed": _known(run, "seed", "seed"),
+        "seed": known("seed"),
         "reward functions": weighted_sum(weights) if len(weights) > 1 else None,
         "state": "finished" if run.finished else "going on, or stopped",
         "optimizer steps": f"{run.steps:,}",
@@ -64,7 +65,13 @@ def outcome_table(run: Run) -> Table:
 
 def time_table(run: Run) -> Table:
     """Return a row for each part of the work; none where the run did not measure its time."""
-    rows = [[label, *cells] for label, cells in time_cells(run.seconds_of_parts(), _tokens(run)).items()]
+    seconds, tokens = run.seconds_of_parts(), _tokens(run)
+    total = sum(seconds.values())
+    rows = [
+        [label, f"{spent:,.1f}", f"{spent / total:.1%}", f"{tokens / spent:,.0f}" if tokens else "–"]
+        for label, spent in [*((PARTS[part], spent) for part, spent in seconds.items()), ("all", total)]
+        if spent
+    ]
     caption = (
         "Where the time of the training went. Tokens: all tokens of the run, per second of this part alone. The parts "
         "do not overlap."
@@ -76,11 +83,6 @@ def settings_table(run: Run) -> Table:
     """Return the settings that are not the default."""
     rows = [[name, _text(value)] for name, value in sorted(run.settings.items())]
     return Table(["setting", "value"], rows, "Settings that are not the default.")
-
-
-def _known(run: Run, field: str, recorded_as: str) -> Any:
-    """Return a field of the summary; of a run without a summary the setting of that name, if it recorded settings."""
-    return run.summary[field] if field in run.summary else run.setting(recorded_as) if run.settings else None
 
 
 def _tokens(run: Run) -> float | None:

@@ -286,10 +286,10 @@ class RunTrainer(SamplingTrainer):
 
     @cached_property
     def _hub(self) -> HubClient:
-        return HubClient.of(self.args)
+        return HubClient(self.args)
 
     def init_hf_repo(self, token=None):
-        with self._hub.pushing(self.args):
+        with self._hub.pushing():
             super().init_hf_repo(token)
 
     def push_to_hub(self, *args, export=True, **kwargs):
@@ -308,11 +308,11 @@ class RunTrainer(SamplingTrainer):
         """
         if export and self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
             self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))
-        with self._hub.pushing(self.args):
+        with self._hub.pushing():
             return super().push_to_hub(*args, **kwargs)
 
     def push_checkpoint(self, folder):
-        with self._hub.pushing(self.args, deployment=False):
+        with self._hub.pushing(deployment=False):
             self.checkpoints.make_whole(folder)
             super().push_checkpoint(folder)
 

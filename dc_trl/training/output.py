@@ -41,7 +41,7 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
         _require_no_run(output_dir, anew=str(args.resume_from_checkpoint).lower() == "auto")
     if args.push_to_hub:
         name = args.hub_model_id or output_dir.absolute().name
-        HubClient.of(args).create_repo(name, private=args.hub_private_repo)
+        HubClient(args).create_repo(name, private=args.hub_private_repo)
     return checkpoint
 
 
