@@ -131,11 +131,6 @@ class HookedTrainer(GRPOTrainer):
         aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
         return not aligned or (self.use_vllm and self.args.vllm_importance_sampling_correction)
 
-    @property
-    def tag_names(self) -> list[str]:
-        """Tags of the model on the Hub."""
-        return self._tag_names
-
     def scored_models(self) -> list[Any]:
         """Return the models that score tokens, the policy and any reference model of its own, without wrappers."""
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]

@@ -255,7 +255,6 @@ def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, launch, capsys):
     assert {path.name for path in changed if path.parent.name != "deployment"} <= {
         "history.jsonl",
         "run.png",
-        "starts.json",
     }
     # Killed between the last step and the summary: the rest is made.
     for name in ("summary.json", "model.safetensors"):
@@ -275,7 +274,7 @@ def test_auto_begins_again_after_a_kill_within_the_first_save(tmp_path, launch):
     folder = tmp_path / "run"
     launch(output_dir=folder, max_steps=2, save_steps=2)
     for path in folder.iterdir():  # what a run has that is killed in the middle of its first save
-        if path.name not in ("history.jsonl", "settings.json", "starts.json", "checkpoint-2"):
+        if path.name not in ("history.jsonl", "settings.json", "checkpoint-2"):
             path.unlink() if path.is_file() else shutil.rmtree(path)
     (folder / "checkpoint-2" / "manifest.json").unlink()
     options = {"output_dir": folder, "max_steps": 2, "save_steps": 2}

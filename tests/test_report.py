@@ -4,18 +4,14 @@ import json
 import math
 import subprocess
 import sys
-from datetime import UTC, datetime
 
 import pytest
-import torch
-import trl
 from peft import LoraConfig
 
 from dc_trl import HistoryCallback
 from dc_trl.command import report as report_command
 from dc_trl.records.runs import read_history, read_run
 from dc_trl.records.settings import changed_settings
-from dc_trl.records.started import read_starts
 from dc_trl.report import write_report
 from dc_trl.report.panels import panels_of, plot_run
 
@@ -308,18 +304,3 @@ def test_a_report_needs_no_engine_and_no_trainer(tmp_path):
     reader = read_report(tmp_path / "report.html")
     assert row_of(reader, "seed") == ["42"]
     assert row_of(reader, "loss_type") == ["grpo"]
-
-
-def test_a_run_says_when_and_on_what_it_was_started(tmp_path):
-    before = datetime.now(UTC).replace(microsecond=0)
-    options = {"rollout_func": Rollouts(), "callbacks": [HistoryCallback()]}
-    make_trainer(tmp_path, **options, max_steps=1, save_strategy="steps", save_steps=1).train()
-    (start,) = read_starts(tmp_path)
-    assert before <= datetime.fromisoformat(start["date"]) <= datetime.now(UTC)
-    assert (start["step"], start["processes"]) == (0, 1)
-    assert start["versions"]["trl"] == trl.__version__
-    assert start["versions"]["torch"] == torch.__version__
-    assert "core" in start["device"]
-    resumed = make_trainer(tmp_path, **options, max_steps=2, save_strategy="steps", save_steps=1)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert [row["step"] for row in read_starts(tmp_path)] == [0, 1]

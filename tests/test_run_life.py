@@ -13,7 +13,6 @@ from transformers.utils import logging as transformers_logging
 from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks import benchmarks
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
-from dc_trl.hub.card import write_run_card
 from dc_trl.records.runs import read_run
 from dc_trl.records.tables import weighted_sum
 from dc_trl.report.tables import facts_table, outcome_table
@@ -98,7 +97,7 @@ def test_the_greedy_reward_is_the_weighted_sum_in_table_report_and_card(tmp_path
     assert ["reward functions", words] in facts_table(run).rows
     measured = {row[0]: row[1:] for row in outcome_table(run).rows}
     assert measured["greedy reward"][1].startswith(f"{greedy:.3f} ±")
-    write_run_card(trainer, None, None, [])
+    trainer.create_model_card()
     assert f"{greedy:.3f} ±" in (tmp_path / "README.md").read_text()
 
 

@@ -38,7 +38,7 @@ from ..files import read_object, write_text
 from ..gate.fit import limits_of
 from ..gate.policy import require_trainable
 from ..gate.start import require_startable
-from ..hub.card import write_run_card
+from ..hub.card import CARD_FILE, complete_card, hub_dataset
 from ..quantization.deployed_forward import DeployedForward
 from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
@@ -174,10 +174,12 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             self.rollout_queue = VersionedQueue(self.rollout_worker.rollout_buffer)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        """Write README.md into the output directory from this package's template instead of TRL's."""
+        """Write README.md into the output directory: TRL's card, with what the run says of its constraint."""
         if self.is_world_process_zero():
-            tags = (*self._tag_names, *([tags] if isinstance(tags, str) else tags or ()))
-            write_run_card(self, model_name, dataset_name, tags)
+            card = Path(self.args.output_dir, CARD_FILE)
+            card.unlink(missing_ok=True)  # a link is not followed
+            super().create_model_card(model_name or card.absolute().parent.name, hub_dataset(dataset_name), tags)
+            complete_card(self)
 
     # --- the age of the samples -------------------------------------------------------------------------------------
 

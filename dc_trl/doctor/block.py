@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..records.started import installed_version
+from ..records.machine import installed_version
 from ..settings.secrets import HIDDEN, is_secret_name, without_secrets
 from .run import Result
 

@@ -13,7 +13,6 @@ from ..constraint.settings import ConstraintSettings
 from ..files import read_object, read_text
 from .clock import PARTS, PREFIX
 from .settings import default_of
-from .started import read_starts
 from .tables import with_error
 
 
@@ -55,14 +54,12 @@ class Run:
         settings: settings that differ from the defaults.
         summary: `rewards` (the functions' weights by name), `seconds`, `tokens`, `engine`, …; empty when the run did
             not finish.
-        starts: when and on what the run was started; see `records.started`.
     """
 
     name: str
     history: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
-    starts: Sequence[Mapping[str, Any]] = ()
 
     def series(self, metric: str) -> Series:
         """Return the metric where it is a finite number."""
@@ -124,7 +121,7 @@ def read_run(directory: str | PathLike[str]) -> Run:
     if not history:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
     set_by_user = read_object(settings) if settings.is_file() else {}
-    return Run(folder.resolve().name, history, set_by_user, read_summary(folder), read_starts(folder))
+    return Run(folder.resolve().name, history, set_by_user, read_summary(folder))
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The tables of a run's page: what was trained, what came out, where the time went, what was set."""
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..records.clock import PARTS
@@ -26,7 +25,6 @@ def facts_table(run: Run) -> Table:
     facts = {
         "model": run.settings.get("model_name_or_path"),
         "data": run.settings.get("dataset_name"),
-        **start_facts(run.starts),
         "sampling engine": run.summary.get("engine", known("deployment_scheme")),
         "constraint": run.summary.get("constraint", known("constraint")),
         "tolerance ε": _number(run.last("lagrangian/tolerance"), "{:.4g}"),
@@ -40,18 +38,6 @@ def facts_table(run: Run) -> Table:
     }
     rows = [[name, _text(value)] for name, value in facts.items() if value not in (None, "")]
     return Table(["", ""], rows, "What was trained, when and on what.")
-
-
-def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Say when a run was started and resumed, on what, and with which versions."""
-    facts: dict[str, str] = {}
-    for start in starts:
-        date = f"{datetime.fromisoformat(start['date']).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-        count = f"{start['processes']} × " if start["processes"] > 1 else ""
-        versions = (f"{name} {version}" for name, version in start["versions"].items())
-        when = f"resumed at step {start['step']}" if facts else "started"
-        facts[when] = ", ".join([date, f"{count}{start['device']}", *versions])
-    return facts
 
 
 def outcome_table(run: Run) -> Table:

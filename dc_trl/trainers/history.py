@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel
 from torch import nn
 from transformers import TrainerCallback
@@ -15,7 +14,6 @@ from ..config import DCGRPOConfig
 from ..files import append_text, set_aside, write_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history
 from ..records.settings import changed_settings, json_value
-from ..records.started import STARTS_FILE, cpu_name, record_start
 
 
 logger = logging.get_logger(__name__)
@@ -36,13 +34,6 @@ def training_settings(args: Any, model: nn.Module | None, further: Mapping[str, 
     return found | changed_settings(args, DCGRPOConfig)
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of a process's device: the processor's with its cores, or the accelerator's."""
-    if device.type == "cpu":
-        return cpu_name()
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
-
-
 class HistoryCallback(TrainerCallback):
     """Keeps settings and history of a run, with λ and discrepancy, and a figure of them in the output directory.
 
@@ -51,8 +42,7 @@ class HistoryCallback(TrainerCallback):
 
     When training begins, `settings.json` is written with the settings that differ from `DCGRPOConfig`'s defaults,
     without tokens and keys. Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that
-    `report_to` sends to trackers) becomes one line of `history.jsonl`. `starts.json` records when and on what device
-    the run was started. At every save and at the end of training, `run.png` shows reward, δ̄ with its tolerance, and λ.
+    `report_to` sends to trackers) becomes one line of `history.jsonl`. At every save and at the end of training, `run.png` shows reward, δ̄ with its tolerance, and λ.
     Logs of an evaluation before training are written when training begins.
 
     A resumed run keeps its settings and continues the history from its checkpoint. A new run in the same directory
@@ -83,7 +73,6 @@ class HistoryCallback(TrainerCallback):
             if self._before_training:
                 self._write(self._before_training)
         self._before_training = []
-        record_start(self._history.parent, state.global_step, device_name(args.device), args.world_size)
         settings = self._history.with_name(SETTINGS_FILE)
         if not settings.exists():
             found = training_settings(args, model, self._settings)
@@ -116,7 +105,7 @@ class HistoryCallback(TrainerCallback):
 
 def _keep_earlier_run(args: Any) -> None:
     """Rename the files of another run where this one will write, and log a warning."""
-    names = [HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, FIGURE_FILE]
+    names = [HISTORY_FILE, SETTINGS_FILE, FIGURE_FILE]
     if isinstance(args, DCGRPOConfig) and args.exports_deployment:
         names.append(DEPLOYMENT_FOLDER)
     for file, kept in set_aside(Path(args.output_dir, name) for name in names).items():

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from ..config import DCGRPOConfig
 from ..files import lock_output, read_object, set_aside, write_bytes, written_beside
-from ..hub.card import CARD_FILE, write_run_card
+from ..hub.card import CARD_FILE, complete_card, hub_dataset
 from ..hub.push import HubClient, without_token
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import require_merged_form
@@ -317,10 +317,12 @@ class RunTrainer(SamplingTrainer):
             super().push_checkpoint(folder)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        """Write README.md into the output directory, from our own template and not TRL's."""
+        """Write README.md into the output directory: TRL's card, with what the run says of its constraint."""
         if self.is_world_process_zero():
-            tags = (*self.tag_names, *([tags] if isinstance(tags, str) else tags or ()))
-            write_run_card(self, model_name, dataset_name, tags)
+            card = Path(self.args.output_dir, CARD_FILE)
+            card.unlink(missing_ok=True)  # a link is not followed
+            super().create_model_card(model_name or card.absolute().parent.name, hub_dataset(dataset_name), tags)
+            complete_card(self)
 
 
 def _keeps_history(callback: Any) -> bool:

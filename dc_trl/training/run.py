@@ -13,7 +13,6 @@ from ..callbacks.summary import BeforeAndAfter, summarize
 from ..data.dapo import DAPO
 from ..hub.push import HubError
 from ..records.runs import HISTORY_FILE, SETTINGS_FILE, run_ended
-from ..records.started import STARTS_FILE
 from ..resuming.checkpoints import checkpoints, on_main_process
 from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
@@ -84,7 +83,7 @@ def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stac
         trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
         began = trainer.state.global_step > 0 or checkpoints(trainer.args.output_dir)
         if not began and trainer.accelerator.is_main_process:  # the same command is to start again
-            for name in (HISTORY_FILE, SETTINGS_FILE, STARTS_FILE):
+            for name in (HISTORY_FILE, SETTINGS_FILE):
                 Path(trainer.args.output_dir, name).unlink(missing_ok=True)
     stack.close()
     # If one process of several fails, the launcher ends the others, and the server may still run.
