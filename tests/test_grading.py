@@ -69,10 +69,8 @@ PIECES = r"\frac \sqrt \binom \log \cup \pm \text{a} \infty \boxed{ \\ \{ 1/0 < 
 
 @settings(deadline=None, max_examples=50)
 @given(st.one_of(st.text(max_size=20), st.lists(st.sampled_from(PIECES.split()), max_size=8).map("".join)))
-def test_no_text_raises(text):
-    gold = Gold(text)
-    assert (grade(boxed(text), gold).correct is None) is not is_gradable(gold)
-    assert grade(text, Gold(r"\sqrt{3}")).correct in (True, False)
+def test_no_gold_raises(text):
+    assert (grade(boxed("?"), Gold(text)).correct is None) is not is_gradable(text)
 
 
 @pytest.mark.parametrize("gold", ["", "none", "the value of pi", r"\frac{1}{", "1" * 5000, "4\x006", "5}"])
@@ -111,11 +109,17 @@ def test_scientific_notation_within_a_relative_tolerance(mantissa, exponent, fac
 PAIRS = [json.loads(line) for line in (ROOT / "tests" / "grading_pairs.jsonl").read_text("utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair['gold']} {pair['answer']}")
-def test_pairs_of_other_graders(pair):
-    one, other = pair["gold"], pair["answer"]
-    verdicts = [bool(grade(boxed(other), Gold(one))), bool(grade(boxed(one), Gold(other)))]
-    assert verdicts == pair.get("graded", [pair["equal"]] * 2)
+def test_pairs_of_other_graders():
+    ones, others = ([pair[side] for pair in PAIRS] for side in ("gold", "answer"))
+    with Grader(1, time_limit=60.0) as grader:
+        verdicts = grader.grade(list(map(boxed, others + ones)), list(map(Gold, ones + others)))
+    graded = zip(verdicts[: len(PAIRS)], verdicts[len(PAIRS) :], strict=True)
+    wrong = [
+        pair
+        for pair, both in zip(PAIRS, graded, strict=True)
+        if [*map(bool, both)] != pair.get("graded", [pair["equal"]] * 2)
+    ]
+    assert not wrong
 
 
 # SymPy has no such limits, and says so with an exception once it computes.

@@ -31,9 +31,7 @@ HOSTILE = {
     "huge power": r"9^{9^{9^{9}}}",
     "gamma": r"\gamma(9^{99})",
     "megabytes of boxes": r"\boxed{" * 300_000 + "46" + "}" * 300_000,
-    "megabytes of backslashes": "box" + "\\" * 999_990,
     "surrogate": "46\ud800",
-    "commas": "," * 900,
 }
 
 

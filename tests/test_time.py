@@ -82,24 +82,6 @@ def test_parts_are_disjoint_and_add_up(steps):
     assert sum(found.values()) == wall
 
 
-def test_laps_add_up_and_earlier_sessions_are_told_once():
-    fake = FakeTime()
-    clock = PartsClock(fake)
-    clock.start()
-    clock.carry({"loss": 10.0})
-    with clock.part("loss"):
-        fake.spend(1)
-    assert clock.lap() == {"loss": 1}
-    with clock.part("loss"):
-        fake.spend(2)
-        assert clock.lap() == {"loss": 2}  # within the part
-        fake.spend(4)
-    assert clock.lap() == {"loss": 4}
-    assert clock.seconds()["loss"] == 17
-    clock.start()
-    assert clock.seconds() == {"other": 0}
-
-
 # --- the trainer
 
 

@@ -1,6 +1,5 @@
 r"""The verdict: numbers as numbers, words as words, all else by math-verify."""
 
-import logging
 import re
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -10,9 +9,6 @@ from typing import NamedTuple
 from .expressions import equal, parse_expression, within
 from .literals import Literal, parse_literal, parse_unit
 from .text import clean, extract_answer, gold_answer, is_balanced, is_reasonable, split, squash
-
-
-logger = logging.getLogger("dc_trl.grading")
 
 
 @dataclass(frozen=True)
@@ -82,19 +78,13 @@ def is_gradable(gold: Gold | str) -> bool:
 def grade(text: str, gold: Gold) -> Verdict:
     """Verdict on the last boxed answer of a text, in this process and without limits of time and memory.
 
-    [`Grader`] is the safe way to grade what a model wrote. Here too, no text raises: an answer whose comparison SymPy
-    ends with an exception is wrong, as a warning says.
+    [`Grader`] is the safe way to grade what a model wrote: here SymPy's exceptions on what has no meaning go up.
     """
-    answer = extract_answer(text)
-    verdict = try_to_grade(answer, gold)
-    if isinstance(verdict, Verdict):
-        return verdict
-    logger.warning("Grading %.80r against %.80r raised %s. The answer counts as wrong.", answer, gold.answer, verdict)
-    return Verdict(False, squash(answer or ""))
+    return grade_answer(extract_answer(text), gold)
 
 
-def try_to_grade(answer: str | None, gold: Gold) -> Verdict | str:
-    """Verdict on what a box holds (None: there is no box), or the exception that the comparison raised, as text."""
+def grade_answer(answer: str | None, gold: Gold) -> Verdict:
+    """Verdict on what a box holds; None: there is no box."""
     if (own := _parse_gold(gold)) is None:
         return Verdict(None, answer)
     if answer is None:
@@ -102,12 +92,7 @@ def try_to_grade(answer: str | None, gold: Gold) -> Verdict | str:
     if answer not in (gold.answer.strip(), own) and not is_reasonable(answer):
         return Verdict(False, squash(answer[:100]))
     cleaned = clean(answer)
-    try:
-        correct = answer == gold.answer.strip() or _equal(own, cleaned, gold)
-    except MemoryError:  # it is no property of the text alone
-        raise
-    except Exception as error:  # what SymPy raises on mathematics without meaning is no closed list
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    correct = answer == gold.answer.strip() or _equal(own, cleaned, gold)
     return Verdict(correct, _canonical(own if correct else cleaned))
 
 
@@ -130,7 +115,7 @@ def _parse_gold(gold: Gold) -> str | None:
         return cleaned if parse_literal(value) is not None or parse_expression(value) is not None else None
     except MemoryError:
         raise
-    except Exception:  # as in `try_to_grade`
+    except Exception:  # what SymPy raises on mathematics without meaning is no closed list
         return None
 
 

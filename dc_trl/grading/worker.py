@@ -11,7 +11,7 @@ import resource
 import signal
 import sys
 
-from .answers import Gold, try_to_grade
+from .answers import Gold, grade_answer
 from .pool import OUT_OF_MEMORY
 
 
@@ -26,16 +26,18 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     if sys.platform == "linux":  # elsewhere the address space cannot be limited
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
-    try_to_grade("\\sqrt{3}", Gold("\\frac{3}{\\sqrt{3}}"))  # the parser builds its tables once
+    grade_answer("\\sqrt{3}", Gold("\\frac{3}{\\sqrt{3}}"))  # the parser builds its tables once
     os.dup2(silence, sys.stderr.fileno())
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         answer, fields = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            reply = json.dumps(try_to_grade(answer, Gold(*fields)))
+            reply = json.dumps(grade_answer(answer, Gold(*fields)))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
+        except Exception as error:  # what SymPy raises on mathematics without meaning is no closed list
+            reply = json.dumps(f"{type(error).__name__}: {' '.join(str(error).split())}")
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(reply, file=replies, flush=True)
 

@@ -27,16 +27,13 @@ COUNTS_TRUNCATION = (
 )
 
 
-def first_batch(
-    columns: Sequence[Sequence[float]], generations: int, completions: Sequence[object], clipped: float, longest: int
-) -> str | None:
+def first_batch(columns: Sequence[Sequence[float]], generations: int, clipped: float, longest: int) -> str | None:
     """Say what keeps a run from learning from its first generation batch, and the remedy; None where nothing does.
 
     Args:
         columns: rewards that are normalised together, NaN where there is none: one list of the completions' totals, or
             one list for each reward function where these are normalised separately.
         generations: number of completions of a prompt, which follow one another.
-        completions: as text or messages.
         clipped: share of the completions that were cut off, in [0, 1].
         longest: `max_completion_length`, tokens.
     """
@@ -46,7 +43,7 @@ def first_batch(
             f"{clipped:.0%} of the completions were cut off at max_completion_length={longest}: raise it, ask for "
             "shorter answers, or check that the model ends its answers by the tokenizer's eos_token."
         )
-    starts = range(0, len(completions), generations)
+    starts = range(0, len(columns[0]), generations)
     groups = [column[start : start + generations] for column in columns for start in starts]
     rewards = [value for column in columns for value in column if not math.isnan(value)]
     if not rewards:
@@ -59,11 +56,6 @@ def first_batch(
         found.append(
             f"All completions of each prompt earned {what}, so every advantage is 0: look at a few completions and at "
             "the reward function, and take prompts of another difficulty, more num_generations or a finer reward."
-        )
-    if all(len(set(map(repr, completions[start : start + generations]))) == 1 for start in starts):
-        found.append(
-            "All completions of each prompt are equal, so nothing is sampled: set temperature=1.0, and leave top_k, "
-            "top_p and a seed in generation_kwargs out."
         )
     return f"The first generation batch teaches nothing, or little. {' '.join(found)}" if found else None
 

@@ -42,7 +42,8 @@ class HistoryCallback(TrainerCallback):
 
     When training begins, `settings.json` is written with the settings that differ from `DCGRPOConfig`'s defaults,
     without tokens and keys. Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that
-    `report_to` sends to trackers) becomes one line of `history.jsonl`. At every save and at the end of training, `run.png` shows reward, δ̄ with its tolerance, and λ.
+    `report_to` sends to trackers) becomes one line of `history.jsonl`. At every save and at the end of training,
+    `run.png` shows reward, δ̄ with its tolerance, and λ.
     Logs of an evaluation before training are written when training begins.
 
     A resumed run keeps its settings and continues the history from its checkpoint. A new run in the same directory
