@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dc_trl.data.benchmarks import load_benchmark
 from dc_trl.data.cleaning import clean, count_reasons
-from dc_trl.data.contamination import Overlap, find_overlaps, problem_key, words
+from dc_trl.data.contamination import find_overlaps, problem_key, words
 from dc_trl.data.dapo import load_dapo
 from dc_trl.data.prompts import load_prompts, load_rows
 from dc_trl.data.sources import FEATURES, MathProblem, to_dataset
@@ -43,13 +43,13 @@ def test_overlaps_as_by_brute_force(problems, bench, common):
     for problem, overlap in zip(problems, found, strict=True):
         exact = [f"bench/{number}" for number, other in enumerate(bench) if squash(other) == squash(problem)]
         if exact:
-            assert overlap == Overlap("exact", tuple(exact))
+            assert overlap == ("exact", " ".join(exact))
             continue
         telling = [
             window for window in windows(problem, 4) if sum(window in windows(text, 4) for text in distinct) <= common
         ]
         shared = {f"bench/{n}" for n, other in enumerate(bench) if set(windows(other, 4)) & set(telling)}
-        assert (set() if overlap is None else set(overlap.ids)) == shared
+        assert (set() if overlap is None else set(overlap[1].partition(":")[0].split())) == shared
 
 
 def squash(text):
@@ -64,15 +64,15 @@ def test_thirteen_words_are_an_overlap_and_twelve_are_not():
     twelve, thirteen = " ".join(sequence[:12]), " ".join(sequence[:13])
     bench = {"bench": benchmark(LONG)}
     assert find_overlaps([f"Once, {twelve}, then?"], bench) == [None]
-    overlap = Overlap("n-gram", ("bench/0",), thirteen.lower())
+    overlap = ("n-gram", f"bench/0: {thirteen.lower()}")
     assert find_overlaps([f"Once, {thirteen.upper()}, then?"], bench) == [overlap]
-    assert find_overlaps([LONG.replace(" ", "  ") + "."], bench) == [Overlap("exact", ("bench/0",))]
+    assert find_overlaps([LONG.replace(" ", "  ") + "."], bench) == [("exact", "bench/0")]
 
 
 def test_a_short_benchmark_problem_is_found_inside_a_longer_one():
     bench = {"bench": benchmark("Compute $\\sin 75^\\circ$.", "Find $x$.")}
     problem = "Compute $\\sin 75^\\circ$. Give it as $a+b$, and find $x$."
-    assert find_overlaps([problem], bench) == [Overlap("n-gram", ("bench/0",), "compute sin 75 circ")]
+    assert find_overlaps([problem], bench) == [("n-gram", "bench/0: compute sin 75 circ")]
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,6 @@ def _is_measured(state, step: int) -> bool:
     return any("eval_reward" in row and row["step"] == step for row in state.log_history)
 
 
-def reward_weights(trainer: DCGRPOTrainer) -> dict[str, float]:
-    """Return the weight of each reward function by its name."""
-    weights = (float(f"{weight:.6g}") for weight in trainer.reward_weights.tolist())  # float32 in the trainer
-    return dict(zip(trainer.reward_func_names, weights, strict=True))
-
-
 def summarize(trainer: DCGRPOTrainer) -> None:
     """Print the run's verdict and what it changed, and save a summary beside the model."""
     args = trainer.args
@@ -90,6 +84,7 @@ def summarize(trainer: DCGRPOTrainer) -> None:
     logged = Run("", trainer.state.log_history, lag)
     tokens, seconds = trainer.state.num_input_tokens_seen, trainer.training_seconds
     rows = [*outcome(logged), ["tokens", "", f"{tokens:,}"], ["seconds", "", f"{seconds:.0f}"]]
+    weights = (float(f"{weight:.6g}") for weight in trainer.reward_weights.tolist())  # float32 in the trainer
     verdict = verdict_of(logged)
     print("\n".join(verdict.lines))
     title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
@@ -98,7 +93,7 @@ def summarize(trainer: DCGRPOTrainer) -> None:
     summary = {
         "engine": engine,
         "constraint": args.constraint,
-        "rewards": reward_weights(trainer),
+        "rewards": dict(zip(trainer.reward_func_names, weights, strict=True)),
         "steps": trainer.state.global_step,
         "before": {name: values[0] for name, values in measured.items() if values},
         "after": {name: values[-1] for name, values in measured.items() if values},

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from ..grading import is_gradable
 from ..records.tables import print_table
-from .contamination import Overlap, find_overlaps, problem_key
+from .contamination import find_overlaps, problem_key
 from .sources import FEATURES
 
 
@@ -61,7 +61,9 @@ def clean(rows: Dataset, benchmarks: Mapping[str, Dataset] | None = None) -> tup
     overlaps = find_overlaps(rows["problem"], benchmarks or {})
     for number, (row, overlap) in enumerate(zip(rows, overlaps, strict=True)):
         plain = row | {column: row[column].replace("\r\n", "\n").strip() for column in ("problem", "answer")}
-        if fault := _fault(plain["problem"], plain["answer"], overlap):
+        if overlap is not None:
+            dropped[number] = f"benchmark, {overlap[0]}", overlap[1]
+        elif fault := _fault(plain["problem"], plain["answer"]):
             dropped[number] = fault
         else:
             left[number] = plain
@@ -81,15 +83,10 @@ def clean(rows: Dataset, benchmarks: Mapping[str, Dataset] | None = None) -> tup
     return Dataset.from_list(kept, features=FEATURES), reasons
 
 
-def _fault(problem: str, answer: str, overlap: Overlap | None) -> tuple[str, str] | None:
+def _fault(problem: str, answer: str) -> tuple[str, str] | None:
     """Return the reason to leave a row out that lies in the row itself, and its detail; None where there is none."""
-    if overlap is not None:
-        phrase = f": {overlap.phrase}" if overlap.phrase else ""
-        return f"benchmark, {overlap.kind}", " ".join(overlap.ids) + phrase
     if not problem:
         return "no problem", ""
     if _CONTROL.search(problem + answer):
         return "control characters", ""
-    if not answer or not is_gradable(answer):
-        return "gold answer cannot be parsed", answer
-    return None
+    return None if answer and is_gradable(answer) else ("gold answer cannot be parsed", answer)

@@ -66,10 +66,6 @@ class Run:
         found = [(row["step"], row[metric]) for row in self.history if is_number(row.get(metric))]
         return Series([step for step, _ in found], [value for _, value in found])
 
-    def first(self, metric: str) -> float | None:
-        """Return the first value of the metric; None if there is none."""
-        return next(iter(self.series(metric).values), None)
-
     def last(self, metric: str) -> float | None:
         """Return the last value of the metric; None if there is none."""
         return next(reversed(self.series(metric).values), None)
