@@ -239,8 +239,3 @@ def test_a_resumed_run_does_not_warn_again(tmp_path):
         assert [alarm.step for alarm in callback.alarms] == expected
         assert marks(resumed.state.log_history) == [(12, "collapse/reward")]
         assert resumed.state.global_step == (12 if expected else 20)
-
-
-def test_a_trainer_that_logs_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="logging_strategy='no'"):
-        CollapseAlarmCallback(make_trainer(tmp_path, logging_strategy="no"))

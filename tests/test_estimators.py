@@ -96,8 +96,3 @@ def test_few_problems_have_no_small_p_value():
     assert paired_difference([[0.0, 0.0]], [[0.25, 0.5]]).p_value == 1 / 2
     assert paired_difference([[0.0, 0.0, 0.0]], [[0.25, 0.5, 0.75]]).p_value == pytest.approx(2 / 27)
     assert paired_difference([[0.0, 0.0]] * 2, [[0.25, 0.5]] * 2).p_value == pytest.approx(2 / 16)
-
-
-def test_other_problems_cannot_be_compared():
-    with pytest.raises(ValueError, match="compare them on the same ones"):
-        paired_difference([[0.0, 1.0]], [[0.0]])
