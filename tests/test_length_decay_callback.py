@@ -115,7 +115,7 @@ def test_a_run_and_its_schedule_start_at_the_same_step(tmp_path):
     # TRL's trainer resumes without a scheduler; ours does not come so far.
     for kind, refusal in (
         (GRPOTrainer, "starts at step 2 and its learning rate schedule at step 0"),
-        (DCGRPOTrainer, r"checkpoint-2' holds no optimizer.pt \(save_only_model=true"),
+        (DCGRPOTrainer, r"checkpoint-2' holds no optimizer \(save_only_model=true"),
     ):
         trainer = make_trainer(tmp_path, kind)
         trainer.add_callback(LengthDecayCallback(trainer, decay_period=2))
