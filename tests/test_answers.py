@@ -10,7 +10,7 @@ from dc_trl.rollouts.sampling import Request, Sampling
 from dc_trl.rollouts.server_engine import ServerEngine
 from dc_trl.serving.answers import require_rollout
 from dc_trl.serving.client import ServerClient, Weights
-from dc_trl.serving.connection import Deadline, Patience
+from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerAnswerError, ServerError, ServerUnavailableError
 from dc_trl.serving.pool import ServerPool
 
@@ -92,8 +92,8 @@ def by_pool(one, other):
     def fits(client):
         client.vocabulary = 262
 
-    waits = {"start_timeout": 60.0, "patience": ONCE, "deadline": Deadline(600)}
-    pool = ServerPool([one.url, other.url], fits=fits, report=lambda line: None, **waits)
+    urls = [one.url, other.url]
+    pool = ServerPool(urls, fits=fits, start_timeout=60.0, patience=ONCE, report=lambda line: None)
     return pool.generate(PROMPTS, n=2, max_tokens=8)["completion_ids"]
 
 

@@ -171,7 +171,7 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     """
     from ..rollouts.vllm_backends import needs_checkpoint, raised_together
     from ..serving.client import ServerClient
-    from ..serving.connection import Patience
+    from ..serving.connection import Connection, Patience
     from ..serving.errors import ServerError
     from ..serving.fit import require_shared_directory
     from ..serving.pool import meet_all
@@ -200,6 +200,8 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     with raised_together(ServerError):
         if not PartialState().is_main_process:
             return
-        meet_all(urls, meet)  # which refuses what is no address
+        for url in urls:
+            Connection(url)  # refuses what is no address
         if weight_sync == "checkpoint":
             require_shared_directory(args.weight_sync_dir, urls)
+        meet_all(urls, meet)
