@@ -8,10 +8,8 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GraniteMoeConfig,
     Qwen2MoeConfig,
 )
@@ -85,13 +83,6 @@ def test_transformers_loads_every_scheme_within_the_error_of_its_format(tmp_path
             assert error.max() > 1e-4, name  # it was quantized at all
         else:
             assert torch.equal(weights[name], expected.to(torch.bfloat16).float()), name
-
-
-def test_the_tokenizer_and_its_chat_template_come_along(tmp_path):
-    write(make_model(32), "bf16", tmp_path / "checkpoint")
-    loaded, original = AutoTokenizer.from_pretrained(tmp_path / "checkpoint"), make_tokenizer()
-    messages = [{"role": "user", "content": "12+34="}]
-    assert loaded.apply_chat_template(messages) == original.apply_chat_template(messages)
 
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
@@ -248,29 +239,6 @@ def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
         torch.testing.assert_close(torch.load(tmp_path / f"kept_{process}.pt"), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_shards_hold_together_what_one_file_holds(tmp_path):
-    model = make_model(64)
-    write(model, "fp8", tmp_path / "whole")
-    write(model, "fp8", tmp_path / "sharded", max_shard_bytes=30_000)
-    files = sorted(file.name for file in (tmp_path / "sharded").glob("*.safetensors"))
-    count = len(files)
-    assert count > 2
-    assert files == [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())
-    for file in files:
-        with safe_open(tmp_path / "sharded" / file, "pt") as tensors:
-            assert {name for name, of in index["weight_map"].items() if of == file} == set(tensors.keys())
-    whole, sharded = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "sharded")
-    assert whole.keys() == sharded.keys()
-    # Bytes, because FP8 numbers have no comparison.
-    assert all(torch.equal(whole[name].view(torch.uint8), sharded[name].view(torch.uint8)) for name in whole)
-    ids = torch.tensor([[5, 6, 7]])
-    first, second = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("whole", "sharded")
-    )
-    assert torch.equal(first, second)
-
-
 @pytest.mark.long
 def test_a_kill_leaves_the_old_checkpoint_and_the_next_write_clears_up(tmp_path):
     checkpoint = tmp_path / "checkpoint"
@@ -284,7 +252,7 @@ def slowly():
             print("half", flush=True)
             time.sleep(3600)  # until it is killed
         yield item
-writer(model, max_shard_bytes=10_000).write(slowly(), {str(checkpoint)!r})
+writer(model).write(slowly(), {str(checkpoint)!r})
 """
     process = python(code)
     assert process.stdout.readline() == "half\n"

@@ -149,7 +149,6 @@ HOOKS: dict[str, str] = {
     "peft.tuners.lora.Linear": "class",
     "peft.tuners.lora.Embedding": "class",
     "peft.tuners.lora.ParamWrapper": "class",
-    "torch.Tensor._version": "getset_descriptor",
     "transformers.Trainer._load_rng_state": "(self, checkpoint)",
     "torch.cpu._init_amx": "()",
     "torch.ops.aten._scaled_mm": "(*args, **kwargs)",

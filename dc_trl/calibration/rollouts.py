@@ -13,9 +13,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.tensors import policy_tensors
-from ..rollouts.end_tokens import end_tokens, pad_token
-from ..rollouts.engines import EngineSpec
-from ..rollouts.replica import Replica
+from ..rollouts.replica import Replica, end_tokens, pad_token
+from ..rollouts.sampling import EngineSpec
 from ..serving.client import ServerClient, require_loaded
 from ..serving.connection import Patience
 from ..serving.errors import ServerError, ServerUnavailableError

@@ -28,7 +28,7 @@ from ..calibration.tables import print_calibration
 from ..data.benchmarks import BENCHMARKS
 from ..files import parse_object
 from ..report.figures import save_figure
-from ..rollouts.engines import ENGINE_HELP, EngineSpec
+from ..rollouts.sampling import ENGINE_HELP, EngineSpec
 from ..serving.errors import ServerError
 from ..settings.command_line import (
     OptionParser,

@@ -20,8 +20,7 @@ from ..evaluation.results import Evaluation
 from ..evaluation.table import print_comparison, print_evaluations
 from ..files import parse_object
 from ..quantization.schemes import SCHEMES
-from ..rollouts.engines import ENGINE_HELP
-from ..rollouts.sampling import Sampling
+from ..rollouts.sampling import ENGINE_HELP, Sampling
 from ..serving.errors import ServerError
 from ..settings.command_line import (
     OptionParser,

@@ -1,19 +1,16 @@
 """The deployable checkpoint: the policy in its deployment scheme, as `vllm serve` and transformers load it."""
 
-import errno
-import json
 import os
-import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from huggingface_hub import save_torch_state_dict
 from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -24,9 +21,8 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..files import locked_folder, replace_folder_link, write_text
+from ..files import locked_folder, replace_folder_link
 from .fake_quantize import compressed_weight
 from .policy import base_model, empty_copy
 from .schemes import quantized_weights, require_served_scheme, resolve_scheme
@@ -38,13 +34,12 @@ class CheckpointWriter:
 
     The directory holds a compressed-tensors checkpoint (`bf16`: a plain one) under the tensor names of the model's own
     published checkpoints, with configuration and tokenizer: `vllm serve DIR` and `from_pretrained(DIR)` load it
-    unchanged. Tensors are quantized one by one, and held until they fill a file.
+    unchanged. Tensors are quantized one by one, and held in memory until they are written.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one; only its architecture is read.
         scheme: one of `dc_trl.quantization.schemes.SCHEMES`.
         processing_class: tokenizer or processor that goes with the model, or None.
-        max_shard_bytes: size at which a new file is begun; a single tensor may exceed it.
 
     Raises:
         ValueError: the scheme is unknown, no engine serves it, or it does not fit the model's layers.
@@ -55,12 +50,10 @@ class CheckpointWriter:
         policy: PreTrainedModel | PeftModel,
         scheme: str,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        max_shard_bytes: int = 4 * 2**30,
     ):
         require_served_scheme(scheme)
         self.scheme = scheme
         self._processing_class = processing_class
-        self._max_shard_bytes = max_shard_bytes
         base = base_model(policy)
         self._model = empty_copy(policy)
         self._model.tie_weights()
@@ -108,7 +101,18 @@ class CheckpointWriter:
         partial = directory.parent / f".{directory.name}-{uuid.uuid4().hex}.partial"
         with locked_folder(partial, others=f".{directory.name}-*.partial", mode=0o700):
             self._write_configuration(partial)
-            self._write_tensors(tensors, partial)
+            stored: dict[str, Tensor] = {}
+            missing = set(self._names)
+            for name, tensor in tensors:
+                if name in missing:
+                    missing.remove(name)
+                    stored |= self._stored(name, tensor)
+            if missing:
+                raise KeyError(f"{len(missing)} weights of the policy are missing, {min(missing)} among them")
+            try:
+                save_torch_state_dict(stored, partial)
+            except SafetensorError as error:
+                raise OSError(f"{directory} cannot be written: {error}") from error
             partial.chmod(0o755)
             size = sum(file.stat().st_size for file in partial.iterdir())
             replace_folder_link(directory)
@@ -128,43 +132,6 @@ class CheckpointWriter:
         if self._processing_class is not None:
             self._processing_class.save_pretrained(directory)
 
-    def _write_tensors(self, tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
-        missing = set(self._names)
-        shards: list[list[str]] = []  # names of the tensors in each file
-        total = 0
-        for shard in self._shards(tensors, missing):
-            total += sum(value.nbytes for value in shard.values())
-            _save(shard, directory / f"{len(shards)}.safetensors")
-            shards.append(list(shard))
-            shard.clear()  # before the next file is held
-        if missing:
-            listed = ", ".join(sorted(missing)[:3])
-            raise KeyError(f"{len(missing)} weights of the policy are missing, {listed} among them")
-        count = len(shards)
-        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        for number, name in enumerate([SAFE_WEIGHTS_NAME] if count == 1 else names):
-            (directory / f"{number}.safetensors").rename(directory / name)
-        if count > 1:
-            files = {part: name for name, shard in zip(names, shards, strict=True) for part in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": files}
-            write_text(directory / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-    def _shards(self, tensors: Iterable[tuple[str, Tensor]], missing: set[str]) -> Iterator[dict[str, Tensor]]:
-        """Yield the checkpoint's tensors by files, and remove the names of the weights that came from `missing`."""
-        held: dict[str, Tensor] = {}
-        size = 0
-        for name, tensor in tensors:
-            if name not in missing:
-                continue
-            missing.remove(name)
-            for part, value in self._stored(name, tensor).items():
-                if held and size + value.nbytes > self._max_shard_bytes:
-                    yield held
-                    held, size = {}, 0
-                held[part] = value
-                size += value.nbytes
-        yield held
-
     def _stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the checkpoint's tensors of a weight by name, on the CPU, none of which shares memory with it."""
         stored: dict[str, Tensor] = {}
@@ -178,10 +145,7 @@ class CheckpointWriter:
         return {key: value.contiguous().cpu() for key, value in stored.items()}
 
     def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Return a weight by the names of the model's published checkpoints, with fused experts one by one.
-
-        `save_pretrained` calls `revert_weight_conversion`; transformers has no public name for it.
-        """
+        """Return a weight by the names of the model's published checkpoints, with fused experts one by one."""
         return revert_weight_conversion(self._model, {name: tensor.detach()}).items()
 
     def _quantization_config(self) -> QuantizationConfig:
@@ -210,13 +174,3 @@ def write_deployable(model: str, scheme: str, directory: str | os.PathLike[str],
     policy = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
     return CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), directory)
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file; raise OSError where the file system refuses."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        code = errno.EIO if number is None else int(number[1])
-        raise OSError(code, os.strerror(code), str(path)) from error

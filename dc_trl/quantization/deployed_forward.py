@@ -12,36 +12,32 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from . import attention
 from .fake_quantize import (
     ActivationQuantizer,
     fake_quantize_weight,
+    multiply_numbers,
     quantize_gated,
-    quantized_product,
     straight_through,
     weight_numbers,
 )
-from .layers import Layer, adapter_deltas, adapter_tensors, layers_of, own_parameters
+from .layers import Layer, adapter_deltas, layers_of, own_parameters
 from .policy import base_model, empty_copy, with_positions
 from .rounding import round_as_vllm
 from .schemes import fused_experts, quantized_linears, quantized_weights, resolve_scheme
 from .tensors import require_merged_form
 
 
-class DeployedForward(TrainerCallback):
+class DeployedForward:
     """Makes a policy's modules compute as the deployed policy does, with straight-through gradients to the weights.
 
     Modules, names and parameters stay as they are; hooks replace the parameters by the deployed weights while a module
-    computes. Deployed weights are cached until the parameters change. Some optimizers, fused AdamW among them, change
-    them without PyTorch's knowledge: add this as a callback to the trainer, or call `forget` after each step. Under
-    FSDP2 the deployed weights are computed from the gathered parameters each time, which must be gathered unrounded
-    (no `param_dtype`).
+    computes. Under FSDP2 the parameters must be gathered unrounded (no `param_dtype`).
 
     LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and A and
     B get its gradient. Dropout of an adapter is not applied.
@@ -81,33 +77,22 @@ class DeployedForward(TrainerCallback):
         self._compute = compute
         self._weight_args = quantization.weights if weights else None
         args = quantization.input_activations if activations else None
-        self._quantizer = None if args is None else ActivationQuantizer(args, shared_dtype=torch.bfloat16)
-        self._cache: dict[tuple[int, ...], tuple[list[tuple[int, int]], Tensor, Tensor | None]] = {}
+        self._quantizer = None if args is None else ActivationQuantizer(args)
         self._within_policy = False  # whether the whole policy runs forward, and not its backbone alone
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
         quantized_layers = {*quantized_linears(architecture), *fused_experts(architecture)}
         require_merged_form(policy)
-        layers = [
-            Layer(
-                name,
-                module,
-                merged if adapters else (),
-                {key for key in own_parameters(module) if f"{name}.{key}" in quantized},
-            )
-            for name, module, merged in layers_of(base, "")
-        ]
-        by_token = args is not None and args.group_size is None
         head = base.get_output_embeddings()
         in_head = set() if head is None else set(head.modules())
-        self._head = [layer for layer in layers if layer.module in in_head]
-        for layer in layers:
-            if layer.module not in in_head:
-                quantizes = self._quantizer is not None and layer.name in quantized_layers
-                layer.multiplies_numbers = (
-                    quantizes and by_token and weights and compute and isinstance(layer.module, nn.Linear)
-                )
-                self._hook(layer, quantizes)
+        self._head: list[Layer] = []
+        for name, module, merged in layers_of(base, ""):
+            of_layer = {key for key in own_parameters(module) if f"{name}.{key}" in quantized}
+            layer = Layer(module, merged if adapters else (), of_layer)
+            if module in in_head:
+                self._head.append(layer)
+            else:
+                self._hook(layer, self._quantizer if name in quantized_layers else None)
             for adapter in layer.adapters:
                 self._merge(adapter)
         self._hook_policy(base)
@@ -146,72 +131,38 @@ class DeployedForward(TrainerCallback):
         finally:
             self.enabled = before
 
-    def forget(self) -> None:
-        """Drop the cached deployed weights, after parameters have changed without PyTorch's knowledge."""
-        self._cache.clear()
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self.forget()
-
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the `context_fn` result for `torch.utils.checkpoint`, to recompute a layer as it was computed."""
-        return nullcontext(), self._recomputation(self.enabled)
-
-    @contextmanager
-    def _recomputation(self, on: bool) -> Iterator[None]:
-        with self.active(on):
-            try:
-                yield
-            finally:
-                self._reset()
+        return nullcontext(), self.active(self.enabled)
 
     # Hooks are functions and not bound methods: merging an adapter copies its layer, which would copy this object and
     # with it the policy.
 
-    def _hook(self, layer: Layer, quantizes: bool) -> None:
-        forward = self
+    def _hook(self, layer: Layer, quantizer: ActivationQuantizer | None) -> None:
+        forward, module = self, layer.module
+        is_linear = isinstance(module, nn.Linear)
 
         def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
             if not forward.enabled:
                 return None
             forward._place(layer)
-            if not quantizes or layer.multiplies_numbers or forward._quantizer is None:
-                return None
-            return forward._quantizer(module, inputs)
+            return None if quantizer is None or layer.multiplies_numbers else quantizer(module, inputs)
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             layer.take_back()
 
-        layer.module.register_forward_pre_hook(before)
-        layer.module.register_forward_hook(after, always_call=True)
-        if layer.multiplies_numbers:
-            self._multiply_numbers(layer)
-        if quantizes and not isinstance(layer.module, nn.Linear):
-            assert self._quantizer is not None
-            quantize_gated(layer.module, self._quantizer, lambda: forward.enabled)
-
-    def _multiply_numbers(self, layer: Layer) -> None:
-        """Make a layer multiply quantized numbers and scale the sums, as engines do."""
-        forward, quantizer = self, self._quantizer
-        assert quantizer is not None
-        linear: Any = layer.module
-        own = linear.forward
-
-        @functools.wraps(own)
-        def product(activations: Tensor) -> Tensor:
-            if not forward.enabled:
-                return own(activations)
-            assert layer.weight_scale is not None
-            numbers = quantizer.shared(activations)
-            return quantized_product(activations, *numbers, linear.weight, layer.weight_scale, linear.bias)
-
-        linear.forward = product
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True)
+        if quantizer is None:
+            return
+        if is_linear and quantizer.by_token and self._weights and self._compute:
+            layer.multiplies_numbers = True
+            multiply_numbers(module, quantizer, lambda: forward.enabled)
+        elif not is_linear:
+            quantize_gated(module, quantizer, lambda: forward.enabled)
 
     def _hook_policy(self, base: PreTrainedModel) -> None:
-        """Register hooks of the whole policy and its backbone.
-
-        They place the output head until the forward pass ends, because TRL's fused head reads its weight from outside.
-        """
+        # The output head is placed until the forward pass ends: TRL's fused head reads its weight from outside.
         forward = self
         autocasts: list[torch.autocast] = []
         backbone = base.base_model
@@ -234,7 +185,6 @@ class DeployedForward(TrainerCallback):
             forward._within_policy = False
             for layer in forward._head:
                 layer.take_back()
-            forward._reset()
 
         def before_backbone(module: nn.Module, inputs: Any, options: dict[str, Any]) -> tuple[Any, Any] | None:
             if not forward.enabled or not forward._compute:
@@ -285,11 +235,6 @@ class DeployedForward(TrainerCallback):
         if base.is_gradient_checkpointing:
             enabled()
 
-    def _reset(self) -> None:
-        """Free the activations that are kept for the next layer."""
-        if self._quantizer is not None:
-            self._quantizer.reset()
-
     def _place(self, layer: Layer) -> None:
         if (self._weights or self._compute or layer.adapters) and not layer.placed:
             layer.place(
@@ -298,37 +243,20 @@ class DeployedForward(TrainerCallback):
 
     def _deployed(self, layer: Layer, key: str, master: Tensor) -> Tensor:
         """Return the tensor that a module computes with in place of a parameter, of the same shape."""
-        adapters = list(layer.adapters_of(key))
-        tensors = [master, *(tensor for adapter in adapters for tensor in adapter_tensors(adapter))]
-        needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        state = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
-        found = self._cache.get(identity := tuple(map(id, tensors)))
-        value, scale = (None, None) if found is None or found[0] != state else found[1:]
-        deltas: list[Tensor] = []
-        if needed or value is None:
-            with torch.autocast(master.device.type, enabled=False):  # as in merging
-                deltas = [delta for adapter in adapters for delta in adapter_deltas(adapter)]
-        if value is None:
-            # Outside of inference mode: the value is cached, and a later forward may need gradients.
-            with torch.inference_mode(False), torch.no_grad():
-                merged = master.detach()
-                for delta in deltas:
-                    merged = merged + delta
-                if layer.multiplies_numbers and key in layer.quantized:
-                    assert self._weight_args is not None
-                    numbers, scale = weight_numbers(merged, self._weight_args)
-                    value = numbers.to(torch.bfloat16)  # exactly
-                else:
-                    value = self._value(merged, self._weight_args if key in layer.quantized else None)
-            # FSDP2 gathers into the same memory without changing the versions.
-            if not isinstance(self._policy, FSDPModule):
-                self._cache[identity] = state, value, scale
-        if scale is not None:
-            layer.weight_scale = scale
-        return straight_through(value, master, *deltas) if needed else value
-
-    def _value(self, weight: Tensor, args: QuantizationArgs | None) -> Tensor:
-        value = weight if args is None else fake_quantize_weight(weight, args)
-        if self._weights or self._compute:
-            value = value.to(torch.bfloat16)
-        return value if self._compute else value.to(weight.dtype)
+        with torch.autocast(master.device.type, enabled=False):  # as in merging
+            deltas = [delta for adapter in layer.adapters_of(key) for delta in adapter_deltas(adapter)]
+        with torch.no_grad():
+            merged = master.detach()
+            for delta in deltas:
+                merged = merged + delta
+            args = self._weight_args if key in layer.quantized else None
+            if args is not None and layer.multiplies_numbers:
+                numbers, layer.module.weight_scale = weight_numbers(merged, args)
+                value = numbers.to(torch.bfloat16)  # exactly
+            else:
+                value = merged if args is None else fake_quantize_weight(merged, args)
+                if self._weights or self._compute:
+                    value = value.to(torch.bfloat16)
+                if not self._compute:
+                    value = value.to(merged.dtype)
+        return straight_through(value, master, *deltas)

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 class Layer:
     """A module that has parameters, the adapters around it, and the names of the parameters that are quantized."""
 
-    def __init__(self, name: str, module: nn.Module, adapters: tuple[Any, ...], quantized: set[str]):
-        self.name = name
+    def __init__(self, module: nn.Module, adapters: tuple[Any, ...], quantized: set[str]):
         self.module = module
         self.adapters = adapters
         self.quantized = quantized
-        self.multiplies_numbers = False  # whether the placed weight holds numbers of the format, with `weight_scale`
-        self.weight_scale: Tensor | None = None
+        self.multiplies_numbers = False  # whether the placed weight holds numbers of the format
         self._masters: dict[str, nn.Parameter] = {}
 
     @property
@@ -81,14 +79,6 @@ def _require_sum(adapter: BaseTunerLayer, name: str) -> None:
             "train_through_quantization=True cannot train through: use LoRA without variants (use_dora and the like) "
             "and without lora_bias, or train_through_quantization=False."
         )
-
-
-def adapter_tensors(adapter: Any) -> Iterator[Tensor]:
-    """Yield the parameters of a layer's active adapters."""
-    for parts in (adapter.lora_A, adapter.lora_B, adapter.lora_embedding_A, adapter.lora_embedding_B):
-        for name in adapter.active_adapters:
-            if name in parts:
-                yield from parts[name].parameters() if isinstance(parts, nn.ModuleDict) else (parts[name],)
 
 
 def adapter_deltas(adapter: Any) -> Iterator[Tensor]:

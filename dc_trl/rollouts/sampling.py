@@ -1,8 +1,9 @@
 """Sample many completions from a deployed policy, each with its own seed, and return them as they finish."""
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +15,41 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from .end_tokens import end_tokens, pad_token
-from .replica import Replica
+from ..quantization.schemes import RESEARCH_BITS, SCHEMES
+from .replica import Replica, end_tokens, pad_token
+
+
+# Help text of options that take engines.
+ENGINE_HELP = (
+    f"one or more of: {', '.join(SCHEMES)} (starts a vLLM server), replica:SCHEME (in this process), "
+    "http://… (a running vLLM server)"
+)
+
+
+class EngineSpec(NamedTuple):
+    """An engine by name: `fp8` (starts a vLLM server), `replica:fp8` (in this process), or the URL of a server."""
+
+    name: str
+    kind: Literal["vllm", "replica", "url"]
+    scheme: str | None  # None for a URL, whose server has its own
+
+    @classmethod
+    def parse(cls, word: str) -> "EngineSpec":
+        """Return the engine that a word names.
+
+        Raises:
+            ValueError: the word does not name an engine.
+        """
+        if re.match(r"https?://[^/]", word):
+            return cls(word.rstrip("/"), "url", None)
+        scheme = word.removeprefix("replica:")
+        in_process = scheme != word
+        if scheme not in SCHEMES and not (in_process and scheme in RESEARCH_BITS):
+            raise ValueError(
+                f"engine={word!r} is unknown: use a scheme ({', '.join(SCHEMES)}) for a vLLM server that is started, "
+                "replica:SCHEME for a replica in this process, or the URL of a running vLLM server."
+            )
+        return cls(word, "replica" if in_process else "vllm", scheme)
 
 
 class Sampling(NamedTuple):

@@ -164,8 +164,8 @@ class _DeployedGeneration(Generation):
         except OSError as error:
             failure = (
                 f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
-                f"{self._folder(self._run).parent} ({error.strerror}). Make room, or set weight_sync_dir to another "
-                "directory that both the trainer and the server see."
+                f"{self._folder(self._run).parent} ({error.strerror or error}). Make room, or set weight_sync_dir to "
+                "another directory that both the trainer and the server see."
             )
         finally:
             for _ in tensors:

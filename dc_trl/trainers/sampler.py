@@ -246,10 +246,10 @@ class OverlappedSampler(Sampler):
         prompt_ids = self._trainer.tokenize(prompts)[0]
         claim = self._engine.claim(prompt_ids, self._trainer.num_generations)
         self._ahead_of = None
-        self._claimed = claim.fits
-        if claim.fits:
+        self._claimed = claim is not None
+        if claim is not None:
             self._ahead_of, self._sampler_step = sampler_step, sampler_step
-            self._log_overlap(claim.seconds, claim.waited)
+            self._log_overlap(*claim)
         else:
             logger.warning(
                 "The generation batch that was sampled ahead has other prompts or settings than the run needs now: it "
@@ -299,16 +299,10 @@ class OverlappedSampler(Sampler):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder):
-        """Save as `Sampler.save` does, with the batch ahead once it is sampled.
-
-        If that batch could not be sampled, the resumed run samples it, with the weights of its turn.
-        """
+        """Save as `Sampler.save` does, with the batch ahead once it is sampled; if it failed, a new one will be."""
         state = super().save(folder)
-        if self._ahead_of is not None:
-            saved = self._engine.save_ahead(Path(folder, AHEAD_FILE), Path(folder, SAMPLER_FOLDER))
-            if saved is not None:
-                ahead = {"weights_of_step": self._ahead_of, "engine": self._engine_name, "saved": saved}
-                state["rollout_ahead"] = ahead
+        if self._ahead_of is not None and self._engine.save_ahead(Path(folder, AHEAD_FILE)):
+            state["rollout_ahead"] = {"weights_of_step": self._ahead_of, "engine": self._engine_name}
         return state
 
     def _load_ahead(self, folder, state):
@@ -316,9 +310,6 @@ class OverlappedSampler(Sampler):
             super()._load_ahead(folder, state)
             return
         self._ahead_of = state["weights_of_step"]
-        if state["saved"] == "request":
-            self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
-            self._held = self._ahead_of
         self._engine.load_ahead(Path(folder, AHEAD_FILE))
 
     def state(self):

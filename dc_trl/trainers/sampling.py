@@ -106,7 +106,7 @@ class SamplingTrainer(HookedTrainer):
         return Sampler(self, self.replica)
 
     def build_deployed_forward(self, scheme: str) -> DeployedForward:
-        """Return the policy's deployed forward, inactive, which follows the optimizer's steps.
+        """Return the policy's deployed forward, inactive.
 
         Raises:
             ValueError: parameters are sharded in a way that never gathers them whole.
@@ -124,9 +124,7 @@ class SamplingTrainer(HookedTrainer):
         if sharding == DistributedType.FSDP:
             # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        forward = DeployedForward(self.model, scheme)
-        self.add_callback(forward)
-        return forward
+        return DeployedForward(self.model, scheme)
 
     @property
     def micro_batches_per_generation(self) -> int:
