@@ -95,15 +95,13 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "Take the mean of the score ∇ log π_train(v) over the sampler's distribution away from the score of each "
         "sampled token, with the weights of rollout_correction where there are some (arXiv 2609.20807): what the "
         "gradient drifts by where the engines differ, whatever the rewards are. It reads the replica's whole "
-        "vocabulary, in one more forward without a gradient, or vLLM's most probable tokens, and logs "
-        "discrepancy/drift_tv and drift_l2.",
+        "vocabulary, in one more forward without a gradient, or vLLM's most probable tokens.",
     )
     score_centering_top_k: Annotated[int | None, COUNT] = setting(
         None,
-        "Number of the sampler's most probable tokens that score_centering reads at each position; the others count "
-        "as π_train, scaled to the probability that is left. If it is not set, the replica gives all tokens and vLLM "
-        "20, the most that an engine names by default (--max-logprobs). Under truncated sampling vLLM gives those "
-        "that it keeps.",
+        "Number of vLLM's most probable tokens that score_centering reads at each position; the others count as "
+        "π_train, scaled to the probability that is left. If it is not set, 20, the most that an engine names by "
+        "default (--max-logprobs). Under truncated sampling vLLM gives those that it keeps.",
     )
     routing_replay: bool = setting(
         False,

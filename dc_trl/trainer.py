@@ -215,9 +215,7 @@ class DCGRPOTrainer(RunTrainer):
         if args.score_centering:
             from .rollouts.score_centering import ScoreCentering
 
-            self._centering = ScoreCentering(
-                self.model, self.replica, self.temperature, self.correction, padded, args.score_centering_top_k
-            )
+            self._centering = ScoreCentering(self.model, self.replica, self.temperature, self.correction, padded)
         if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
         if args.split_by is not None and self.deployed_forward is None:
@@ -384,16 +382,9 @@ class DCGRPOTrainer(RunTrainer):
         assert self._centering is not None
         assert self._loss is not None
         inputs, weights = self._loss.inputs, self._loss.weights
-        advantages = inputs["advantages"]
-        centre = self._centering(input_ids, attention_mask, train_logps.shape[1], advantages, self._choices)
-        scored = _loss_mask(inputs).bool()
-        sums = torch.cat([centre.drift[scored].sum(0), scored.sum().unsqueeze(0)]).unsqueeze(0)
-        variation, norm, count = self.accelerator.gather(sums).sum(0).tolist()
-        if count:
-            self.add_metric("discrepancy/drift_tv", variation / count)
-            self.add_metric("discrepancy/drift_l2", norm / count)
+        centre = self._centering(input_ids, attention_mask, train_logps.shape[1], inputs["advantages"], self._choices)
         score = train_logps if weights is None else weights.to(train_logps.dtype) * train_logps
-        return train_logps.detach() + _gradient_alone(score) - _gradient_alone(centre.score)
+        return train_logps.detach() + _gradient_alone(score) - _gradient_alone(centre)
 
     @timed("constraint")
     def _as_deployed(self, train_logps: Tensor, forward: Callable[[], Tensor]) -> Tensor | None:

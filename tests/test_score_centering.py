@@ -71,12 +71,10 @@ def test_the_mean_score_is_that_of_a_sum_over_the_vocabulary(policy, batch, name
         p = log_p.exp()
         weights = WEIGHTS[name](p / q, p, q, advantages.sign().view(3, 1, 1).expand_as(p))
     direct = (weights * q * log_p).sum(-1)
-    torch.testing.assert_close(centre.score, direct, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(centre, direct, rtol=1e-4, atol=1e-5)
     coefficients = torch.randn(3, WIDTH)
-    ours, theirs = (gradients(policy, (coefficients * each).sum()) for each in (centre.score, direct))
+    ours, theirs = (gradients(policy, (coefficients * each).sum()) for each in (centre, direct))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(centre.drift[..., 0], (q - p).abs().sum(-1) / 2, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(centre.drift[..., 1], (q - p).norm(dim=-1), rtol=1e-3, atol=1e-5)
 
 
 def test_the_centred_score_has_the_mean_zero_under_the_sampler(policy, batch):
@@ -89,9 +87,15 @@ def test_the_centred_score_has_the_mean_zero_under_the_sampler(policy, batch):
     with torch.no_grad():
         q = log_softmax(replica.model, ids, mask, 1.0).exp()
     plain = gradients(policy, (q[0, 2] * log_p[0, 2]).sum())
-    mean = gradients(policy, (q[0, 2] * (log_p[0, 2] - centre.score[0, 2])).sum())
+    mean = gradients(policy, (q[0, 2] * (log_p[0, 2] - centre[0, 2])).sum())
     assert plain.norm() > 1e-3
     assert mean.norm() < 1e-5 * max(1.0, plain.norm())
+
+
+def named_tokens(log_q, tokens):
+    """`Named` with these tokens of each position, shape (B, T, n), as vLLM would name them."""
+    rows = zip(tokens.int(), log_q.gather(-1, tokens), strict=True)
+    return Named.of([[NamedLogProb(0.0, *of) for of in zip(*row, strict=True)] for row in rows], torch.device("cpu"))
 
 
 CORRECTED = {
@@ -108,9 +112,8 @@ def test_the_most_probable_tokens_and_a_tail_are_the_papers_sum_over_them(policy
     ids, mask = batch
     replica = Replica(policy, "int2")
     correction = None if name == "none" else CORRECTIONS[name]
-    centering = ScoreCentering(policy, replica, correction=correction, top_k=top_k)
+    centering = ScoreCentering(policy, None, correction=correction)
     log_p = log_softmax(policy, ids, mask, 1.0)
-    centre = centering(ids, mask, WIDTH, torch.ones(3))
     weight = lambda r: CORRECTED[name](r, 0.5, 5.0 if name == "icepop" else 2.0)  # noqa: E731
     with torch.no_grad():
         q, p = log_softmax(replica.model, ids, mask, 1.0).exp(), log_p.exp()
@@ -119,34 +122,12 @@ def test_the_most_probable_tokens_and_a_tail_are_the_papers_sum_over_them(policy
         rho = (1 - (q * of_head).sum(-1)).clamp(min=0) / (1 - (p * of_head).sum(-1)).clamp(min=1e-6)
         alpha = rho * weight(1 / rho.clamp(min=1e-30))
         coefficients = (weight(p / q) * q - alpha.unsqueeze(-1) * p) * of_head
+    centre = centering(ids, mask, WIDTH, torch.ones(3), Choices(named=named_tokens(q.log(), heads)))
     factors = torch.randn(3, WIDTH)
     direct = (coefficients * log_p).sum(-1)
-    ours, theirs = (gradients(policy, (factors * each).sum()) for each in (centre.score, direct))
+    ours, theirs = (gradients(policy, (factors * each).sum()) for each in (centre, direct))
     assert theirs.norm() > 1e-3
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
-
-
-def test_more_named_tokens_come_nearer_to_the_whole_vocabulary(policy, batch):
-    ids, mask = batch
-    replica = Replica(policy, "int2")
-
-    def gradient(top_k):
-        centering = ScoreCentering(policy, replica, top_k=top_k)
-        log_softmax(policy, ids, mask, 1.0)
-        return gradients(policy, centering(ids, mask, WIDTH, torch.ones(3)).score.sum())
-
-    exact = gradient(None)
-    errors = [(gradient(top_k) - exact).norm().item() for top_k in (1, 4, 8, WORDS - 1, WORDS)]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[0] > 0.02 * exact.norm()
-    # A tail of one token is known from what is left.
-    assert max(errors[-2:]) < 1e-5 * exact.norm()
-
-
-def named_tokens(log_q, tokens):
-    """`Named` with these tokens of each position, shape (B, T, n), as vLLM would name them."""
-    rows = zip(tokens.int(), log_q.gather(-1, tokens), strict=True)
-    return Named.of([[NamedLogProb(0.0, *of) for of in zip(*row, strict=True)] for row in rows], torch.device("cpu"))
 
 
 @settings(max_examples=20, deadline=None)
@@ -164,7 +145,7 @@ def test_the_centred_score_of_any_sampler_has_the_mean_zero(seed, sharpness, tem
     centre = centering(ids, mask, WIDTH, torch.ones(2), Choices(named=named_tokens(log_q.float(), every)))
     factors = torch.randn(2, WIDTH, dtype=torch.double)
     plain = gradients(policy, (factors * (log_q.exp() * log_p).sum(-1)).sum())
-    mean = gradients(policy, (factors * ((log_q.exp() * log_p).sum(-1) - centre.score)).sum())
+    mean = gradients(policy, (factors * ((log_q.exp() * log_p).sum(-1) - centre)).sum())
     assert mean.norm() < 1e-6 * max(1.0, plain.norm())
 
 
@@ -198,12 +179,10 @@ def test_under_truncated_sampling_both_distributions_are_those_of_the_kept_token
     q = of_kept.exp()
     weights = (kept_p.detach().exp() / q.clamp(min=1e-30)).clamp(max=2)
     direct = (weights * q * kept_p).sum(-1)
-    torch.testing.assert_close(centre.score, direct, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(centre, direct, rtol=1e-3, atol=1e-4)
     factors = torch.randn(3, WIDTH)
-    ours, theirs = (gradients(policy, (factors * each).sum()) for each in (centre.score, direct))
+    ours, theirs = (gradients(policy, (factors * each).sum()) for each in (centre, direct))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    gap = q - kept_p.exp().where(support, 0.0)
-    torch.testing.assert_close(centre.drift[..., 0], gap.abs().sum(-1) / 2, rtol=1e-3, atol=1e-5)
 
 
 def trained(tmp_path, **options):
@@ -260,7 +239,6 @@ def test_a_step_is_that_of_the_formula(tmp_path, loss_type, correction):
     }[loss_type]
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
     torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=2e-3 * expected.abs().max().item())
-    assert logged(trainer, "discrepancy/drift_tv")[0] > 0
 
 
 def test_a_split_beside_it_changes_nothing(tmp_path):
@@ -268,14 +246,6 @@ def test_a_split_beside_it_changes_nothing(tmp_path):
     _, _, alone = trained(tmp_path / "alone", score_centering=True)
     _, _, split = trained(tmp_path / "split", score_centering=True, discrepancy_split=True)
     assert torch.equal(alone, split)
-
-
-def test_all_tokens_named_are_the_whole_vocabulary_and_one_is_not(tmp_path):
-    _, _, exact = trained(tmp_path / "exact", score_centering=True)
-    _, _, named = trained(tmp_path / "named", score_centering=True, score_centering_top_k=10**6)
-    _, _, one = trained(tmp_path / "one", score_centering=True, score_centering_top_k=1)
-    torch.testing.assert_close(named, exact, rtol=1e-3, atol=1e-4 * exact.abs().max().item())
-    assert (one - exact).norm() > 1e-2 * exact.norm()
 
 
 def test_a_step_under_truncated_sampling_is_that_of_the_formula(tmp_path):
@@ -304,8 +274,7 @@ def test_a_sampler_that_is_the_policy_has_no_drift(tmp_path):
     """The policy trains as deployed: the mean score under itself is 0, and the step that of GRPO."""
     options = {"train_through_quantization": True, "steps_per_generation": 1}
     _, _, plain = trained(tmp_path / "plain", **options)
-    trainer, _, centred = trained(tmp_path / "centred", score_centering=True, **options)
-    assert logged(trainer, "discrepancy/drift_tv")[0] < 1e-5
+    _, _, centred = trained(tmp_path / "centred", score_centering=True, **options)
     torch.testing.assert_close(centred, plain, rtol=1e-3, atol=1e-4 * plain.abs().max().item())
 
 
@@ -351,6 +320,4 @@ def test_the_shipped_model_trains_with_it(tmp_path):
         learning_rate=1e-3,
     )
     trainer.train()
-    drift = logged(trainer, "discrepancy/drift_tv")
-    assert len(drift) == 3
-    assert drift[0] < drift[2]  # with the age of the sampler's weights
+    assert all(0 < norm < 1e3 for norm in logged(trainer, "grad_norm"))

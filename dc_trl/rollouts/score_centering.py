@@ -14,7 +14,6 @@ sampling both distributions are those among the tokens that the sampler kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from peft import PeftModel
@@ -34,19 +33,6 @@ from .truncation import TileTokens, among, tiled
 _LEAST_TAIL = 1e-6  # of 1 − Σ_H p
 
 
-class Centre(NamedTuple):
-    """What the distributions at each token of a micro-batch say.
-
-    Args:
-        score: Σ_v sg(w(v)·q(v)) log p(v), shape (B, T), nats, whose gradient is the mean of the weighted score.
-        drift: q − p is the drift E_q[s] in the logits; this is its total variation ½ Σ_v |q(v) − p(v)| and its
-            Euclidean norm, shape (B, T, 2), at least 0.
-    """
-
-    score: Tensor
-    drift: Tensor
-
-
 class ScoreCentering:
     """Computes the mean score under the sampler: over the whole vocabulary, or its most probable tokens and a tail.
 
@@ -61,7 +47,6 @@ class ScoreCentering:
         correction: weights of tokens as in `dc_trl.constraint.corrections`, each by its own probabilities; None
             without one.
         padded: converts hidden states of the policy to padded rows, where it reads packed ones (`padding_free`).
-        top_k: number of the replica's most probable tokens that are read, at least 1; None for all of them.
 
     Raises:
         ValueError: an adapter is on the output head.
@@ -74,7 +59,6 @@ class ScoreCentering:
         temperature: float = 1.0,
         correction: Callable[[SampledTokens], Tensor] | None = None,
         padded: Callable[[Tensor], Tensor] | None = None,
-        top_k: int | None = None,
     ):
         model = base_model(policy)
         if isinstance(model.get_output_embeddings(), BaseTunerLayer):
@@ -84,7 +68,6 @@ class ScoreCentering:
             )
         self._sampler = sampler
         self._correction = correction
-        self._top_k = top_k
         self._of_policy = HeadRecorder(model, temperature, padded)
         if sampler is not None:
             self._of_sampler = HeadRecorder(sampler.model, temperature, with_gradient=False)
@@ -96,42 +79,37 @@ class ScoreCentering:
         width: int,
         advantages: Tensor,
         choices: Choices = NO_CHOICES,
-    ) -> Centre:
-        """Return the mean score at each completion token of the policy's latest forward with a gradient.
+    ) -> Tensor:
+        """Return Σ_v sg(w(v)·q(v)) log p(v), whose gradient is the mean of the weighted score.
 
         Args:
             input_ids, attention_mask: prompts and completions of that forward, shape (B, P + T).
             width: T.
             advantages: Â of each trajectory, shape (B,), or of each token, (B, T); some corrections go by its sign.
             choices: the tokens that truncated sampling kept, and those that vLLM named.
+
+        Returns:
+            Shape (B, T), nats, for the completions of the policy's latest forward with a gradient.
         """
         policy_head = self._of_policy.take()
         hidden = policy_head.tiles(width)
         size, count = len(hidden[0]), len(hidden)
         whole = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        samplers: Sequence[Head | None] = [None] * count
+        if self._sampler is not None:
+            self._sampler.read(input_ids, attention_mask)
+            head = self._of_sampler.take()
+            samplers = [head._replace(hidden=tile) for tile in head.tiles(width)]
         tiles = zip(
             hidden,
             whole.expand(len(input_ids), width).flatten().split(size),
-            self._read_sampler(input_ids, attention_mask, width, count),
-            *(
-                [None] * count if each is None else tiled(each, width, size, count)
-                for each in (choices.named, choices.kept)
-            ),
+            samplers,
+            tiled(choices.named, width, size, count),
+            tiled(choices.kept, width, size, count),
             strict=True,
         )
-        columns = [checkpoint(self._centre, *policy_head[1:], *tile, use_reentrant=False) for tile in tiles]
-        score, drift = (torch.cat(parts).unflatten(0, (-1, width)) for parts in zip(*columns, strict=True))
-        return Centre(score, drift.detach())
-
-    def _read_sampler(
-        self, input_ids: Tensor, attention_mask: Tensor, width: int, count: int
-    ) -> Sequence[Head | None]:
-        """Return the replica's hidden states and output head of each of `count` tiles; None without a replica."""
-        if self._sampler is None:
-            return [None] * count
-        self._sampler.read(input_ids, attention_mask)
-        head = self._of_sampler.take()
-        return [head._replace(hidden=hidden) for hidden in head.tiles(width)]
+        scores = [checkpoint(self._centre, *policy_head[1:], *tile, use_reentrant=False) for tile in tiles]
+        return torch.cat(scores).unflatten(0, (-1, width))
 
     def _centre(
         self,
@@ -142,33 +120,23 @@ class ScoreCentering:
         sampler: Head | None,
         named: TileTokens | None,
         kept: TileTokens | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         log_p = self._of_policy.log_softmax(hidden, weight, bias)
         support = None if kept is None else kept.support(log_p)
         log_p = among(support, log_p)
         with torch.no_grad():
             if sampler is not None:
                 log_q = among(support, self._of_sampler.log_softmax(*sampler))
-                if self._top_k is not None:
-                    named = _most_probable(log_q, self._top_k)
-            if named is not None:
+            else:
+                assert named is not None
                 log_q = _with_tail(log_p, named)
-            q = log_q.exp()
-            mean = q
+            mean = q = log_q.exp()
             if self._correction is not None:
                 # Each position is a trajectory here, and each word of the vocabulary one of its tokens.
                 # Those outside of the support, and of an empty tail, are not finite, and do not count.
                 every = torch.ones_like(q, dtype=torch.bool)
                 mean = q * self._correction(SampledTokens.of(log_p, log_q, every, advantages))
-            gap = q - log_p.exp()
-            drift = torch.stack([gap.abs().sum(-1) / 2, gap.norm(dim=-1)], -1)
-        return (mean * (log_p if support is None else log_p.where(support, 0.0))).sum(-1), drift
-
-
-def _most_probable(log_q: Tensor, top_k: int) -> TileTokens:
-    logps, ids = log_q.topk(min(top_k, log_q.shape[-1]))
-    rows = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
-    return TileTokens(rows, ids.flatten(), logps.flatten())
+        return (mean * (log_p if support is None else log_p.where(support, 0.0))).sum(-1)
 
 
 def _with_tail(log_p: Tensor, named: TileTokens) -> Tensor:

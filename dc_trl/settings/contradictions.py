@@ -45,7 +45,11 @@ NO_EFFECT = (
     ),
     Rule("dual dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
     Rule("train_through_quantization", {"deployment_scheme": [None]}, "set deployment_scheme (for example 'fp8')"),
-    Rule("vllm_importance_sampling_correction weight_sync", {"use_vllm": [False]}, "set use_vllm=True"),
+    Rule(
+        "vllm_importance_sampling_correction weight_sync score_centering_top_k",
+        {"use_vllm": [False]},
+        "set use_vllm=True",
+    ),
     Rule(
         "weight_sync_steps",
         {"use_vllm": [False], "deployment_scheme": [None]},
