@@ -8,11 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from dc_trl.constraint.corrections import CORRECTIONS
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.quantization import head
-from dc_trl.rollouts.choices import Choices
+from dc_trl.rollouts import truncation
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.score_centering import ScoreCentering
-from dc_trl.rollouts.truncation import Kept, KeptLogProb, Named, NamedLogProb
+from dc_trl.rollouts.truncation import Choices, Kept, KeptLogProb, Named, NamedLogProb
 
 from .helpers import TINY_MODEL, distinct_characters, logged, make_config, make_model, make_trainer
 
@@ -152,7 +151,7 @@ def test_the_centred_score_of_any_sampler_has_the_mean_zero(seed, sharpness, tem
 @pytest.mark.parametrize("by_vllm", [False, True])
 def test_under_truncated_sampling_both_distributions_are_those_of_the_kept_tokens(policy, batch, by_vllm, monkeypatch):
     ids, mask = batch
-    monkeypatch.setattr(head, "_TILE", 4 * WORDS)  # four positions at a time: the tiles cut through rows
+    monkeypatch.setattr(truncation, "_TILE", 4 * WORDS)  # four positions at a time: the tiles cut through rows
     replica = Replica(policy, "int2")
     centering = ScoreCentering(policy, None if by_vllm else replica, correction=CORRECTIONS["token_truncate"])
     log_p = log_softmax(policy, ids, mask, 1.0)

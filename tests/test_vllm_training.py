@@ -85,8 +85,6 @@ def test_an_adapter_reaches_the_server(fp8_server, tmp_path):
     model = get_peft_model(policy, adapter)
     trainer = make_trainer(fp8_server.url, tmp_path, model, max_steps=4, learning_rate=1e-2)
     trainer.train()
-    for name in ("bytes_written", "write_seconds", "reload_seconds"):
-        assert all(logged(trainer, f"sync/{name}"))
     # The server holds what a checkpoint holds that is written at once.
     trainer.save_deployment(tmp_path / "deployment")
     trainer.vllm_generation.sync_weights()
@@ -223,7 +221,6 @@ def test_weights_that_lag_come_back_after_an_evaluation_and_after_a_kill(fp8_ser
     resumed = make_trainer(fp8_server.url, tmp_path, max_steps=4, **options)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert logged(resumed, "sync/age") == [0, 1, 2, 3]
-    assert resumed.sampler.syncs == (1, 3)
     trainer = resumed
     assert served_by(resumed.model) == "first"
 

@@ -112,7 +112,6 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
     engine = args.deployment_scheme or ("vLLM" if args.use_vllm else "model.generate")
     if args.use_vllm and args.deployment_scheme:
         engine = f"vLLM, {engine}"
-    cost = dict(trainer.vllm_generation.syncs) if args.use_vllm else {}
     weights, tokens = reward_weights(trainer), trainer.state.num_input_tokens_seen
     seconds = trainer.parts_clock.seconds()
     lag = {"weight_sync_steps": args.weight_sync_steps, "rollout_overlap": args.rollout_overlap}
@@ -153,7 +152,6 @@ def summarize(trainer: DCGRPOTrainer, run: BeforeAndAfter) -> None:
         "after": after,
         "lambda": multiplier.value,
         "tolerance": multiplier.tolerance,
-        "weight_sync": cost,
         "tokens": tokens,
         "seconds": trainer.training_seconds,
         "seconds_of_parts": seconds,

@@ -6,12 +6,11 @@ lm_head, embeddings, norms and the routers of experts stay unquantized in every 
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     widths = {key.removesuffix(".weight"): weight.shape[-1] for key, weight in quantized_weights(model).items()}
     if name == "int4" and (odd := [layer for layer, width in widths.items() if width % 128]):
         group_size = 32
-        _warn_once(
+        logging.get_logger(__name__).warning_once(
             f"deployment_scheme='int4' is in groups of 32 here, as 'int4_g32' is: the {widths[odd[0]]} inputs of "
             f"layer {odd[0]!r} are no multiple of 128."
         )
@@ -127,11 +126,6 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     if name not in RESEARCH_BITS:
         scheme.format = infer_module_format(nn.Linear, scheme)
     return scheme
-
-
-@cache
-def _warn_once(message: str) -> None:
-    logging.getLogger(__name__).warning(message)
 
 
 def _require_known_layout(scheme: str, layer: str, experts: nn.Module) -> None:

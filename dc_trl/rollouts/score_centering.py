@@ -14,23 +14,61 @@ sampling both distributions are those among the tokens that the sampler kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..quantization.head import Head, HeadRecorder
-from ..quantization.policy import base_model
+from ..quantization.policy import base_model, scaled_logits
 from ..sampled_tokens import SampledTokens
-from .choices import NO_CHOICES, Choices
 from .replica import Replica
-from .truncation import TileTokens, among, tiled
+from .truncation import NO_CHOICES, Choices, TileTokens, among, tiled, tiles_of
 
 
 _LEAST_TAIL = 1e-6  # of 1 − Σ_H p
+
+
+class _Head(NamedTuple):
+    """Tensors from which the logits of a forward pass are computed."""
+
+    hidden: Tensor  # (batch, length, channels), or of a tile of positions, (n, channels)
+    weight: Tensor  # (vocabulary, channels)
+    bias: Tensor | None
+
+
+class _Recorder:
+    """Keeps the `_Head` of a model's latest forward pass with a gradient, or of the latest one of all."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float, padded: Any = None, with_gradient: bool = True):
+        self._model, self._temperature, self._padded = model, temperature, padded
+        self._with_gradient = with_gradient  # forward passes without one, as those of the split, are passed over
+        self._head: _Head | None = None
+        model.base_model.register_forward_hook(self._record)
+
+    def _record(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._with_gradient and not torch.is_grad_enabled():
+            return
+        # The hook runs within the forward of the whole model, when the head holds the weights that it computes with.
+        head = self._model.get_output_embeddings()
+        hidden = output.last_hidden_state
+        self._head = _Head(hidden if self._padded is None else self._padded(hidden), head.weight, head.bias)
+
+    def take(self) -> _Head:
+        """Return the head of that forward pass, once."""
+        head, self._head = self._head, None
+        assert head is not None
+        return head
+
+    def log_softmax(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the log-probabilities of the vocabulary, shape (n, vocabulary), nats, float32 or wider."""
+        logits = functional.linear(hidden.to(weight.dtype), weight, bias)
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        return (scaled_logits(logits, self._model.config.get_text_config()) / self._temperature).log_softmax(-1)
 
 
 class ScoreCentering:
@@ -68,9 +106,9 @@ class ScoreCentering:
             )
         self._sampler = sampler
         self._correction = correction
-        self._of_policy = HeadRecorder(model, temperature, padded)
+        self._of_policy = _Recorder(model, temperature, padded)
         if sampler is not None:
-            self._of_sampler = HeadRecorder(sampler.model, temperature, with_gradient=False)
+            self._of_sampler = _Recorder(sampler.model, temperature, with_gradient=False)
 
     def __call__(
         self,
@@ -92,14 +130,14 @@ class ScoreCentering:
             Shape (B, T), nats, for the completions of the policy's latest forward with a gradient.
         """
         policy_head = self._of_policy.take()
-        hidden = policy_head.tiles(width)
+        hidden = tiles_of(policy_head.hidden, width, len(policy_head.weight))
         size, count = len(hidden[0]), len(hidden)
         whole = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-        samplers: Sequence[Head | None] = [None] * count
+        samplers: Sequence[_Head | None] = [None] * count
         if self._sampler is not None:
             self._sampler.read(input_ids, attention_mask)
             head = self._of_sampler.take()
-            samplers = [head._replace(hidden=tile) for tile in head.tiles(width)]
+            samplers = [head._replace(hidden=tile) for tile in tiles_of(head.hidden, width, len(head.weight))]
         tiles = zip(
             hidden,
             whole.expand(len(input_ids), width).flatten().split(size),
@@ -117,7 +155,7 @@ class ScoreCentering:
         bias: Tensor | None,
         hidden: Tensor,
         advantages: Tensor,
-        sampler: Head | None,
+        sampler: _Head | None,
         named: TileTokens | None,
         kept: TileTokens | None,
     ) -> Tensor:

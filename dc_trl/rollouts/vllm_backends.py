@@ -2,10 +2,8 @@
 
 import shutil
 import socket
-import time
 import uuid
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,17 +33,9 @@ logger = get_logger(__name__)
 
 
 class Generation(VLLMGeneration):
-    """TRL's vLLM engine; with `logprobs` above 0, it returns the most probable tokens, or those of truncated sampling.
-
-    Attributes:
-        last_sync: `bytes_written`, `write_seconds` and `reload_seconds` of the last synchronization; empty on
-            processes that write no checkpoint.
-        syncs: sums of `last_sync` over all synchronizations, and their `count`.
-    """
+    """TRL's vLLM engine; with `logprobs` it returns the most probable tokens, or those of truncated sampling."""
 
     def __init__(self, **kwargs: Any):
-        self.last_sync: dict[str, float] = {}
-        self.syncs: Counter[str] = Counter()
         super().__init__(**kwargs)
         if self.mode == "colocate":
             # Registered after vLLM's own finalizer, so that it runs first when the process exits.
@@ -91,7 +81,6 @@ class _DeployedGeneration(Generation):
         super().__init__(**kwargs)
 
     def _begin_version(self) -> None:
-        """Begin a new version of the weights, which the engine is to hold."""
         self._syncs += 1
         self.weight_version = f"{self._run}-{self._syncs}"
 
@@ -127,14 +116,6 @@ class _DeployedGeneration(Generation):
         """Make the engine load the weights that it is to hold."""
         raise NotImplementedError
 
-    def _timed(self, load: Callable[[], None]) -> None:
-        """Load the last checkpoint, and add the cost of the synchronization to the sums."""
-        start = time.perf_counter()
-        load()
-        if self._writes:
-            self.last_sync["reload_seconds"] = time.perf_counter() - start
-            self.syncs.update(self.last_sync, count=1)
-
     def _prepare_checkpoints(self, writes: bool) -> None:
         """Create the writer and, on the processes that write, the folder, which is removed when the process ends."""
         self._writes = writes
@@ -142,11 +123,6 @@ class _DeployedGeneration(Generation):
         self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
         if writes:
             folder = self._folder(self._run)
-            if not folder.parent.is_dir():
-                raise ServerError(
-                    f"weight_sync_dir={self.weight_sync_dir!r}: {folder.parent} is no directory on this machine. Set "
-                    "weight_sync_dir to a directory that both the trainer and the vLLM server see."
-                )
             stack = ExitStack()
             stack.enter_context(locked_folder(folder, others=self._folder("*").name))
             weakref.finalize(self, stack.close)
@@ -158,9 +134,7 @@ class _DeployedGeneration(Generation):
         try:
             if self._writes:
                 self._remove_checkpoints()  # their room may be needed
-                start = time.perf_counter()
-                size = self._writer.write(tensors, self.checkpoint)
-                self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
+                self._writer.write(tensors, self.checkpoint)
         except OSError as error:
             failure = (
                 f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
@@ -245,7 +219,6 @@ class ServerGeneration(_DeployedGeneration):
         return "checkpoint" if by_file or shares_gpu or is_packed(self.model) else "nccl"
 
     def _connect(self) -> None:
-        """Connect to the servers, and check that they fit the policy."""
         if self.weight_sync == "checkpoint":
             require_shared_directory(self.weight_sync_dir, self._urls)
             self._prepare_checkpoints(writes=True)
@@ -278,7 +251,7 @@ class ServerGeneration(_DeployedGeneration):
         with raised_together(ServerError):
             if self.weight_sync == "checkpoint":
                 self._write()
-                self._timed(self._bring)
+                self._bring()
                 return
             self._announce()
             if self.accelerator.is_main_process:
@@ -287,7 +260,7 @@ class ServerGeneration(_DeployedGeneration):
                 super().sync_weights()
 
     def _announce(self) -> None:
-        """Mark the server's weights as being loaded; if the server cannot do so, no process begins to gather them."""
+        # If the server cannot mark its weights as being loaded, no process begins to gather them.
         with raised_together(ServerError):
             if self.accelerator.is_main_process:
                 client, version = self.vllm_client, self.weight_version
@@ -317,7 +290,6 @@ class ServerGeneration(_DeployedGeneration):
         return output
 
     def _stream_weights(self) -> None:
-        """Stream the weights as TRL does, on the main process; the others take part in gathering them."""
         client, version = self.vllm_client, self.weight_version
         with client.connection.task():
             try:
@@ -377,7 +349,7 @@ class ColocateGeneration(_DeployedGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         self._write_checkpoint()
-        self._timed(self._load)
+        self._load()
 
     def _load(self) -> None:
         self.llm.collective_rpc(self._reload, kwargs={"weights_path": str(self.checkpoint)})

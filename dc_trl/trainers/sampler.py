@@ -19,8 +19,7 @@ from accelerate.logging import get_logger
 
 from ..quantization.policy import unwrapped
 from ..resuming.checkpoints import AHEAD_FILE, SAMPLER_FOLDER
-from ..rollouts.look_ahead import LookAhead
-from ..rollouts.sync_schedule import SyncSchedule
+from ..rollouts.schedule import LookAhead, SyncSchedule
 from ..trl_hooks import Completions, HookedTrainer
 
 
@@ -59,11 +58,6 @@ class Sampler:
         """Whether rollouts of training may have weights from before the present step."""
         return self._schedule.every > 1
 
-    @property
-    def syncs(self) -> tuple[int, int]:
-        """The number of weight syncs in training, and the number of syncs that a lag saved."""
-        return self._schedule.syncs, self._schedule.steps - self._schedule.syncs
-
     # --- a batch ----------------------------------------------------------------------------------------------------
 
     def begin_batch(self, prompts: list) -> None:
@@ -93,8 +87,8 @@ class Sampler:
         return batches
 
     def _age(self) -> int:
-        """Count a generation batch of training, and return the age of its weights in optimizer steps."""
-        return self._schedule.sampled(self._trainer.state.global_step)
+        """Return the age of the weights of a generation batch of training, in optimizer steps."""
+        return self._schedule.age(self._trainer.state.global_step)
 
     # --- weights of the engine --------------------------------------------------------------------------------------
 
@@ -135,8 +129,6 @@ class Sampler:
             self._engine.sync(unwrapped(trainer.accelerator, trainer.model_wrapped))
         elif self._held != trainer.state.global_step:
             self._engine.sync_weights()
-            for name, value in self._engine.last_sync.items():
-                trainer.add_metric(f"sync/{name}", value, "train")
         self._held = trainer.state.global_step
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -167,7 +159,7 @@ class Sampler:
             self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
             self._held = self._schedule.step
         else:
-            self._schedule.wanted = True
+            self._schedule.step = None  # new weights are due
 
     def _load_ahead(self, folder: str, state: dict[str, Any]) -> None:
         logger.warning(
@@ -283,7 +275,7 @@ class OverlappedSampler(Sampler):
         self._ahead_of = self._begun_with()
 
     def _begun_with(self) -> int:
-        """Count a generation batch that the server samples now, and return the step whose weights it uses."""
+        """Return the step whose weights a generation batch uses that the server samples now."""
         return self._trainer.state.global_step - super()._age()
 
     def _age(self):

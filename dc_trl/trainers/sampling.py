@@ -23,9 +23,8 @@ from ..config import DCGRPOConfig
 from ..quantization.policy import base_model, unwrapped
 from ..quantization.tensors import deployed_tensors
 from ..rollouts.buffer import fill_empty, sampled_only
-from ..rollouts.choices import NO_CHOICES, Choices
 from ..rollouts.padding_free import PaddingFree, prepared
-from ..rollouts.truncation import Kept, KeptHead, Named, padded_logps, reported_logps
+from ..rollouts.truncation import NO_CHOICES, Choices, Kept, KeptHead, Named, padded_logps, reported_logps
 from ..settings.reward_functions import RewardFunction, call_reward
 from ..trl_hooks import Completions, HookedTrainer
 from .batching import LengthAwareBatches, Scored
