@@ -8,7 +8,7 @@ as if ∂Q/∂W = 1: the straight-through estimator (arXiv 1308.3432). QaRL (arX
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -96,7 +96,6 @@ class DeployedForward:
             for adapter in layer.adapters:
                 self._merge(adapter)
         self._hook_policy(base)
-        self._recompute_as_computed(base)
         if compute:
             round_as_vllm(base, lambda: self.enabled)
         self._base = base
@@ -130,10 +129,6 @@ class DeployedForward:
             yield
         finally:
             self.enabled = before
-
-    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the `context_fn` result for `torch.utils.checkpoint`, to recompute a layer as it was computed."""
-        return nullcontext(), self.active(self.enabled)
 
     # Hooks are functions and not bound methods: merging an adapter copies its layer, which would copy this object and
     # with it the policy.
@@ -220,20 +215,6 @@ class DeployedForward:
             return adapter.base_layer(*args, **kwargs) if forward.enabled else own(*args, **kwargs)
 
         adapter.forward = merged
-
-    def _recompute_as_computed(self, base: Any) -> None:
-        forward, enable = self, base.gradient_checkpointing_enable
-
-        @functools.wraps(enable)
-        def enabled(gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
-            kwargs = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
-            if not kwargs["use_reentrant"]:
-                kwargs["context_fn"] = forward.checkpoint_contexts
-            enable(gradient_checkpointing_kwargs=kwargs, **options)
-
-        base.gradient_checkpointing_enable = enabled
-        if base.is_gradient_checkpointing:
-            enabled()
 
     def _place(self, layer: Layer) -> None:
         if (self._weights or self._compute or layer.adapters) and not layer.placed:

@@ -162,7 +162,7 @@ class ActivationQuantizer:
             value = value.unflatten(-1, (-1, self._group_size))
         scale = (value.abs().amax(-1, keepdim=True) / self._largest).clamp_(min=self._least_scale)
         scaled = value * scale.reciprocal() if self.by_token else value / scale
-        return (round_to_float8(scaled) if self._is_float8 else scaled.round_()), scale
+        return (scaled.to(torch.float8_e4m3fn).float() if self._is_float8 else scaled.round_()), scale
 
 
 class _QuantizedProduct(torch.autograd.Function):
@@ -227,14 +227,3 @@ def quantize_gated(experts: Any, quantizer: ActivationQuantizer, active: Callabl
     """
     gate = experts._apply_gate
     experts._apply_gate = lambda both: quantizer.fake_quantize(gate(both)) if active() else gate(both)
-
-
-def round_to_float8(values: Tensor) -> Tensor:
-    """Round float32 values within ±448 to E4M3 numbers, ties to even, in place, much faster than PyTorch's casts.
-
-    E4M3 keeps three bits after the leading one, so next to ``v`` its numbers are 2^(e-3) apart, where 2^e is the power
-    of two below |v| and e ≥ -6. After 1.5 × 2^23 times that distance is added, float32 has no bit below it;
-    subtracting it again is exact.
-    """
-    power = values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=2.0**-6)
-    return values.add_(power, alpha=1.5 * 2.0**20).sub_(power, alpha=1.5 * 2.0**20)

@@ -135,9 +135,7 @@ def _require_known_layout(scheme: str, layer: str, experts: nn.Module) -> None:
         # transformers' implementations of experts compute the input of down_proj in `_apply_gate`.
         if weights["gate_up_proj"].shape[1:] == (2 * columns, rows) and hasattr(experts, "_apply_gate"):
             return
-    shapes = ", ".join(f"{key} {tuple(weight.shape)}" for key, weight in weights.items())
     raise ValueError(
-        f"deployment_scheme={scheme!r} cannot quantize {layer!r}: {type(experts).__name__} holds {shapes}, not "
-        "gate_up_proj (experts, 2 × intermediate, hidden) and down_proj (experts, hidden, intermediate). Use "
-        "deployment_scheme='bf16'."
+        f"deployment_scheme={scheme!r} cannot quantize {layer!r}: {type(experts).__name__} has another layout than "
+        "gate_up_proj and down_proj as in Qwen3-MoE. Use deployment_scheme='bf16'."
     )

@@ -48,9 +48,7 @@ def deployed_tensors(
             "use_vllm=False: of sharded weights, only those under FSDP2 without an adapter are gathered without vLLM. "
             "Set use_vllm=True, or launch with FSDP2 and train all weights, or launch without sharding."
         )
-    require_shared_embeddings(
-        policy, reason="sharded weights are merged in place, in both at once", remedy="Launch without sharding"
-    )
+    require_shared_embeddings(policy)
     if is_packed(policy):
         raise ValueError(
             "load_in_4bit or load_in_8bit has packed the weights, and an adapter cannot be merged into packed weights "

@@ -93,11 +93,7 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
     weight_sync = "checkpoint" if args.weight_sync_steps > 1 else args.weight_sync
     if args.vllm_mode == "server":
         _check_server_defaults(args, model)
-        require_shared_embeddings(
-            model,
-            reason="a server of this model uses one matrix for both",
-            remedy="Use vllm_mode='colocate' with deployment_scheme, or the in-process replica (use_vllm=False)",
-        )
+        require_shared_embeddings(model)
         server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
         return server_mode(
             deployment_scheme=args.deployment_scheme,
@@ -114,11 +110,7 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
         return ColocateGeneration(
             deployment_scheme=args.deployment_scheme, weight_sync_dir=args.weight_sync_dir, **of_trl
         )
-    require_shared_embeddings(
-        model,
-        reason="TRL merges adapters in place, in both at once",
-        remedy="Set deployment_scheme (for example 'bf16')",
-    )
+    require_shared_embeddings(model)
     return Generation(**of_trl)
 
 
