@@ -23,8 +23,7 @@ from dc_trl.evaluation.table import comparison_table, evaluation_table
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.estimators import macro_estimate, mean_estimate
 from dc_trl.rollouts.replica import Replica, end_tokens
-from dc_trl.rollouts.sampling import EngineSpec, ReplicaEngine, Request, Sampling, sample_seed
-from dc_trl.rollouts.server_engine import ServerEngine
+from dc_trl.rollouts.sampling import EngineSpec, ReplicaEngine, Request, Sampling, ServerEngine, sample_seed
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.errors import ServerError
 

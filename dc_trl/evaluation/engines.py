@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..rollouts.replica import Replica
-from ..rollouts.sampling import Engine, EngineSpec, ReplicaEngine
-from ..rollouts.server_engine import Disclosed, ServerEngine
+from ..rollouts.sampling import Disclosed, Engine, EngineSpec, ReplicaEngine, ServerEngine
 from ..serving.server import serve
 from ..settings.command_line import say
 

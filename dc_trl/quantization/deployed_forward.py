@@ -7,12 +7,15 @@ as if ∂Q/∂W = 1: the straight-through estimator (arXiv 1308.3432). QaRL (arX
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import Embedding, Linear, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -26,11 +29,85 @@ from .fake_quantize import (
     straight_through,
     weight_numbers,
 )
-from .layers import Layer, adapter_deltas, layers_of, own_parameters
 from .policy import base_model, empty_copy, with_positions
 from .rounding import round_as_vllm
 from .schemes import fused_experts, quantized_linears, quantized_weights, resolve_scheme
 from .tensors import require_merged_form
+
+
+class _Layer:
+    """A module that has parameters, the adapters around it, and the names of the parameters that are quantized."""
+
+    def __init__(self, module: nn.Module, adapters: tuple[Any, ...], quantized: set[str]):
+        self.module = module
+        self.adapters = adapters
+        self.quantized = quantized
+        self.multiplies_numbers = False  # whether the placed weight holds numbers of the format
+        self._masters: dict[str, nn.Parameter] = {}
+
+    @property
+    def placed(self) -> bool:
+        return bool(self._masters)  # the module holds the deployed parameters
+
+    def place(self, deployed: dict[str, Tensor]) -> None:
+        self._masters = _own_parameters(self.module)
+        self._set(deployed)
+
+    def take_back(self) -> None:
+        self._set(self._masters)
+        self._masters = {}
+
+    def _set(self, tensors: Mapping[str, Tensor]) -> None:
+        for key, tensor in tensors.items():
+            delattr(self.module, key)  # a module refuses a plain tensor in the place of a parameter
+            setattr(self.module, key, tensor)
+
+    def adapters_of(self, key: str) -> Iterator[Any]:
+        """Yield the active adapters of a parameter: those of a whole layer adapt its weight, others name theirs."""
+        for adapter in self.adapters:
+            adapted = adapter.parameter_name if isinstance(adapter, ParamWrapper) else "weight"
+            if adapted == key and not adapter.disable_adapters and not adapter.merged:
+                yield adapter
+
+
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False))
+
+
+def _layers_of(module: nn.Module, name: str, adapters: tuple[Any, ...] = ()) -> Iterator[tuple[str, nn.Module, tuple]]:
+    """Yield each module that has parameters: its name in the base architecture, the module, and adapters around it.
+
+    A module that PEFT trains a copy of is yielded together with each copy, under one name.
+    """
+    if isinstance(module, BaseTunerLayer):
+        _require_sum(module, name)
+        yield from _layers_of(module.base_layer, name, (*adapters, module))
+    elif isinstance(module, ModulesToSaveWrapper):
+        for copy in (module.original_module, *module.modules_to_save.values()):
+            yield from _layers_of(copy, name)
+    else:
+        if _own_parameters(module):
+            yield name, module, adapters
+        for key, child in module.named_children():
+            yield from _layers_of(child, f"{name}.{key}" if name else key)
+
+
+def _require_sum(adapter: BaseTunerLayer, name: str) -> None:
+    # The merged weight is W + ΔW, with a ΔW that PEFT computes with its gradient.
+    sum_of_two = isinstance(adapter, (Linear, Embedding, ParamWrapper))
+    if not sum_of_two or adapter.lora_variant or any(adapter.lora_bias.values()):
+        raise ValueError(
+            f"peft_config adapts {name!r} by {type(adapter).__module__}.{type(adapter).__name__}, whose merged weight "
+            "train_through_quantization=True cannot train through: use LoRA without variants (use_dora and the like) "
+            "and without lora_bias, or train_through_quantization=False."
+        )
+
+
+def _adapter_deltas(adapter: Any) -> Iterator[Tensor]:
+    """Yield ΔW of each active adapter of a layer, in the order in which merging adds them to W."""
+    for name in adapter.active_adapters:
+        if name in adapter.lora_A or name in adapter.lora_embedding_A:
+            yield adapter.get_delta_weight(name)
 
 
 class DeployedForward:
@@ -85,10 +162,10 @@ class DeployedForward:
         require_merged_form(policy)
         head = base.get_output_embeddings()
         in_head = set() if head is None else set(head.modules())
-        self._head: list[Layer] = []
-        for name, module, merged in layers_of(base, ""):
-            of_layer = {key for key in own_parameters(module) if f"{name}.{key}" in quantized}
-            layer = Layer(module, merged if adapters else (), of_layer)
+        self._head: list[_Layer] = []
+        for name, module, merged in _layers_of(base, ""):
+            of_layer = {key for key in _own_parameters(module) if f"{name}.{key}" in quantized}
+            layer = _Layer(module, merged if adapters else (), of_layer)
             if module in in_head:
                 self._head.append(layer)
             else:
@@ -133,7 +210,7 @@ class DeployedForward:
     # Hooks are functions and not bound methods: merging an adapter copies its layer, which would copy this object and
     # with it the policy.
 
-    def _hook(self, layer: Layer, quantizer: ActivationQuantizer | None) -> None:
+    def _hook(self, layer: _Layer, quantizer: ActivationQuantizer | None) -> None:
         forward, module = self, layer.module
         is_linear = isinstance(module, nn.Linear)
 
@@ -216,16 +293,16 @@ class DeployedForward:
 
         adapter.forward = merged
 
-    def _place(self, layer: Layer) -> None:
+    def _place(self, layer: _Layer) -> None:
         if (self._weights or self._compute or layer.adapters) and not layer.placed:
             layer.place(
-                {key: self._deployed(layer, key, master) for key, master in own_parameters(layer.module).items()}
+                {key: self._deployed(layer, key, master) for key, master in _own_parameters(layer.module).items()}
             )
 
-    def _deployed(self, layer: Layer, key: str, master: Tensor) -> Tensor:
+    def _deployed(self, layer: _Layer, key: str, master: Tensor) -> Tensor:
         """Return the tensor that a module computes with in place of a parameter, of the same shape."""
         with torch.autocast(master.device.type, enabled=False):  # as in merging
-            deltas = [delta for adapter in layer.adapters_of(key) for delta in adapter_deltas(adapter)]
+            deltas = [delta for adapter in layer.adapters_of(key) for delta in _adapter_deltas(adapter)]
         with torch.no_grad():
             merged = master.detach()
             for delta in deltas:
