@@ -14,12 +14,12 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from dc_trl.quantization.checkpoint import CheckpointWriter, write_deployable
+from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
 
-from .helpers import ROOT, TINY_MODEL, make_experts, make_model, make_tokenizer, tensors_in
+from .helpers import ROOT, make_experts, make_model, make_tokenizer, tensors_in
 
 
 QUANTIZED = [scheme for scheme in SCHEMES if scheme != "bf16"]
@@ -277,23 +277,8 @@ def test_a_full_disk_is_an_error_and_harms_nothing(small_disk):
     assert [path.name for path in small_disk.iterdir()] == ["checkpoint"]
 
 
-def test_a_weight_that_does_not_come_is_an_error(tmp_path):
-    model = make_model(32)
-    tensors = [(name, tensor) for name, tensor in policy_tensors(model) if name != "model.norm.weight"]
-    with pytest.raises(KeyError, match=r"model\.norm\.weight"):
-        CheckpointWriter(model, "bf16").write(tensors, tmp_path / "checkpoint")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_in_the_way_is_not_overwritten(tmp_path):
     (tmp_path / "checkpoint").write_text("mine")
     with pytest.raises(OSError, match="checkpoint"):
         write(make_model(32), "bf16", tmp_path / "checkpoint")
     assert (tmp_path / "checkpoint").read_text() == "mine"
-
-
-def test_a_saved_model_is_written_in_a_scheme(tmp_path):
-    size = write_deployable(str(TINY_MODEL), "fp8", tmp_path / "checkpoint")
-    assert size == sum(file.stat().st_size for file in (tmp_path / "checkpoint").iterdir())
-    weights = (tmp_path / "checkpoint" / "model.safetensors").stat().st_size
-    assert weights < 0.7 * (TINY_MODEL / "model.safetensors").stat().st_size

@@ -214,13 +214,6 @@ def test_a_checkpoint_without_the_weights_that_sample_is_not_whole(tmp_path):
     assert checkpoint_defect(checkpoint).startswith("holds no sampler/")
 
 
-def test_a_run_that_goes_on_in_another_scheme_gets_present_weights(tmp_path):
-    make_trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
-    other = make_trainer(tmp_path, deployment_scheme="bf16", max_steps=4)
-    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert logged(other, "sync/age") == [0, 1, 0, 1]
-
-
 # --- the warning far from the sampler --------------------------------------------------------------------------------
 
 

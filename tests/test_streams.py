@@ -7,13 +7,9 @@ import torch
 from datasets import DatasetDict, IterableDataset, IterableDatasetDict
 
 from dc_trl import HistoryCallback
-from dc_trl.callbacks.summary import BeforeAndAfter
 
 from . import helpers
-from .helpers import distinct_characters, load_script, logged, make_prompts
-
-
-standing_in = load_script("benchmarks/standin_server").standing_in
+from .helpers import distinct_characters, logged, make_prompts
 
 
 def stream(count: int) -> IterableDataset:
@@ -68,21 +64,6 @@ def test_held_out_problems_of_every_kind_are_evaluated_whole(tmp_path, kind):
     assert sum(map(Counter, asked.batches), Counter()) == once
 
 
-def test_a_stream_is_evaluated_as_a_set_of_the_same_rows_is(tmp_path):
-    """Greedy completions of the deployed policy, before and after; sampled ones come in another order."""
-    measured = {}
-    for name, held_out in {"set": make_prompts(5), "stream": stream(5)}.items():
-        trainer, _ = make_trainer(tmp_path / name, make_prompts(), held_out, learning_rate=0.0, max_steps=1)
-        trainer.add_callback(run := BeforeAndAfter(trainer))
-        trainer.train()
-        measured[name] = [
-            (values["greedy"], values["greedy_se"], values["problems"]) for values in (run.before, run.after)
-        ]
-        assert len(logged(trainer, "eval_greedy_reward")) == 2
-    assert measured["stream"] == measured["set"]
-    assert measured["set"][0][2] == 5
-
-
 @pytest.mark.parametrize("rows", [make_prompts, stream])
 def test_a_run_resumed_after_its_first_epoch_goes_on_with_the_prompts_that_would_have_come(tmp_path, rows):
     """An epoch of three problems, or of one pair of them, ends with a checkpoint, and one lies within the next."""
@@ -106,23 +87,3 @@ def test_a_run_on_a_stream_that_is_longer_now_goes_on_in_it(tmp_path):
     longer, asked = make_trainer(tmp_path, stream(16), max_steps=6, **fields)
     longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [batch[0] for batch in asked.batches] == ["3+3=", "4+4=", "5+5="]
-
-
-def test_a_stream_is_sampled_ahead_as_a_set_is(tmp_path):
-    asked = {}
-    with standing_in(shortest=1) as server:
-        for name, rows in {"set": make_prompts(3), "stream": stream(3)}.items():
-            trainer, rewarded = make_trainer(
-                tmp_path / name,
-                rows,
-                max_steps=5,
-                shuffle_dataset=False,
-                rollout_overlap=True,
-                use_vllm=True,
-                vllm_mode="server",
-                vllm_server_base_url=server.url,
-            )
-            trainer.train()
-            asked[name] = rewarded.batches, logged(trainer, "sync/age")
-    assert asked["stream"] == asked["set"]
-    assert [batch[0] for batch in asked["set"][0]] == ["0+0=", "1+1=", "2+2=", "0+0=", "1+1="]
