@@ -244,8 +244,6 @@ def test_packed_weights_are_not_streamed():
     packed = Params4bit(torch.zeros(2, 2), requires_grad=False)
     assert generation(packed, "auto")._choose_weight_sync() == "checkpoint"
     assert generation(torch.nn.Parameter(torch.zeros(2, 2)), "auto")._choose_weight_sync() == "nccl"
-    with pytest.raises(ValueError, match=r"weight_sync='nccl' streams .* load_in_4bit .*: set weight_sync='auto'"):
-        generation(packed, "nccl")._init_vllm()
 
 
 # --- several rewards

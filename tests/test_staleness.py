@@ -209,7 +209,7 @@ def test_a_checkpoint_without_the_weights_that_sample_is_not_whole(tmp_path):
     weights = checkpoint / "sampler" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    assert checkpoint_defect(checkpoint).startswith("holds sampler/model.safetensors with 48,540 bytes")
+    assert checkpoint_defect(checkpoint).startswith(f"holds sampler/model.safetensors with {len(whole) // 2:,} bytes")
     shutil.rmtree(weights.parent)
     assert checkpoint_defect(checkpoint).startswith("holds no sampler/")
 

@@ -17,7 +17,6 @@ from peft.tuners.lora import Embedding, Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from . import attention
@@ -199,9 +198,9 @@ class DeployedForward:
             self._base.set_experts_implementation(self._experts[on])
 
     @contextmanager
-    def active(self, on: bool = True) -> Iterator[None]:
-        """Compute as the deployed policy within the context or, with ``on=False``, as the policy itself."""
-        before, self.enabled = self.enabled, on
+    def active(self) -> Iterator[None]:
+        """Compute as the deployed policy within the context."""
+        before, self.enabled = self.enabled, True
         try:
             yield
         finally:
@@ -250,8 +249,6 @@ class DeployedForward:
 
         def before(module: nn.Module, inputs: Any) -> None:
             forward._within_policy = True
-            if not isinstance(forward._policy, FSDPModule):
-                place_head()
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             forward._within_policy = False

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
@@ -194,18 +194,11 @@ class Replica:
     def save_weights(self, directory: Path) -> None:
         """Write the weights that the replica holds into a new directory."""
         directory.mkdir()
-        save_file({name: each.contiguous() for name, each in self._own_tensors().items()}, directory / _WEIGHTS_FILE)
+        save_model(self.model, str(directory / _WEIGHTS_FILE))
 
-    @torch.no_grad()
     def load_weights(self, directory: Path) -> None:
         """Load the weights that `save_weights` of an equal replica wrote, bit for bit."""
-        saved = load_file(directory / _WEIGHTS_FILE)
-        for name, tensor in self._own_tensors().items():
-            tensor.copy_(saved[name])
-
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that `sync` sets, each one once."""
-        return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        load_model(self.model, directory / _WEIGHTS_FILE)
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, attention_mask: Tensor) -> None:

@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..config import DCGRPOConfig
 from ..files import locked_folder
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
@@ -74,9 +75,8 @@ class _DeployedGeneration(Generation):
     _writes = False  # whether this process writes checkpoints; all processes take part in gathering
     weight_version = ""  # version of the weights that the engine is to hold
 
-    def __init__(self, *, deployment_scheme: str | None, weight_sync_dir: str | None, **kwargs: Any):
-        self.deployment_scheme = deployment_scheme
-        self.weight_sync_dir = weight_sync_dir
+    def __init__(self, args: DCGRPOConfig, **kwargs: Any):
+        self.deployment_scheme, self.weight_sync_dir = args.deployment_scheme, args.weight_sync_dir
         self._syncs = 0
         super().__init__(**kwargs)
 
@@ -158,11 +158,9 @@ class ServerGeneration(_DeployedGeneration):
     `ServerError`.
 
     Args:
-        weight_sync, vllm_request_timeout, vllm_time_limit, vllm_max_retries, and in **kwargs deployment_scheme and
-            weight_sync_dir: see [`~dc_trl.DCGRPOConfig`].
-        server_base_urls: addresses of several servers, which sample together; None for the single one of **kwargs.
-        routing_replay: whether completions must include the experts that they were sampled with.
-        server_timeout, **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
+        args: configuration of the run.
+        weight_sync: see [`~dc_trl.DCGRPOConfig`].
+        **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
 
     Attributes:
         vllm_client: client of the server or of all servers; on the main process.
@@ -172,29 +170,17 @@ class ServerGeneration(_DeployedGeneration):
         ServerError: the server cannot be reached or does not fit; the message names the option to change.
     """
 
-    def __init__(
-        self,
-        *,
-        weight_sync: str,
-        vllm_request_timeout: float | None,
-        vllm_time_limit: float,
-        vllm_max_retries: int,
-        server_base_urls: list[str] | None,
-        routing_replay: bool,
-        server_timeout: float,
-        **kwargs: Any,
-    ):
+    def __init__(self, args: DCGRPOConfig, weight_sync: str, **kwargs: Any):
         self.weight_sync = weight_sync
-        self.server_base_urls = server_base_urls
-        self.routing_replay = routing_replay
+        self.server_base_urls, self.routing_replay = args.vllm_server_base_urls, args.routing_replay
         self._patience = Patience(
-            request_timeout=3600.0 if vllm_request_timeout is None else vllm_request_timeout,
-            server_timeout=server_timeout,
-            max_retries=vllm_max_retries,
-            time_limit=vllm_time_limit,
+            request_timeout=3600.0 if args.vllm_request_timeout is None else args.vllm_request_timeout,
+            server_timeout=args.vllm_server_timeout,
+            max_retries=args.vllm_max_retries,
+            time_limit=args.vllm_time_limit,
             prefix="vllm_",
         )
-        super().__init__(server_timeout=server_timeout, **kwargs)
+        super().__init__(args, **kwargs)
 
     def _init_vllm(self) -> None:
         single_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
@@ -203,11 +189,6 @@ class ServerGeneration(_DeployedGeneration):
         if self.weight_sync == "auto":
             # Processes may see the server and the GPUs differently, but the choice must be the same in all of them.
             self.weight_sync = agree(self._choose_weight_sync())
-        elif self.weight_sync == "nccl" and is_packed(self.model):
-            raise ValueError(
-                "weight_sync='nccl' streams weights as the trainer holds them, and load_in_4bit or load_in_8bit has "
-                "packed these: set weight_sync='auto' or 'checkpoint'."
-            )
         # These are errors of TRL's client, of the folder, and of the checkpoint's layout.
         with raised_together(RuntimeError, ValueError, OSError):
             if self.accelerator.is_main_process:
@@ -312,9 +293,8 @@ class ColocateGeneration(_DeployedGeneration):
     """TRL's colocate mode with the engine in the deployment scheme.
 
     The engine is built on the deployable checkpoint and reloads it through vLLM's own reload, which repeats what a
-    quantized layer does to its weights after loading; TRL's `load_weights` leaves that out. The parameters are
-    `deployment_scheme` and `weight_sync_dir` of [`~dc_trl.DCGRPOConfig`], and those of
-    [`~trl.generation.vllm_generation.VLLMGeneration`].
+    quantized layer does to its weights after loading; TRL's `load_weights` leaves that out. The parameters are the
+    configuration of the run, and those of [`~trl.generation.vllm_generation.VLLMGeneration`].
     """
 
     def _init_vllm(self) -> None:

@@ -95,21 +95,9 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
         _check_server_defaults(args, model)
         require_shared_embeddings(model)
         server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
-        return server_mode(
-            deployment_scheme=args.deployment_scheme,
-            weight_sync=weight_sync,
-            weight_sync_dir=args.weight_sync_dir,
-            vllm_request_timeout=args.vllm_request_timeout,
-            vllm_time_limit=args.vllm_time_limit,
-            vllm_max_retries=args.vllm_max_retries,
-            server_base_urls=args.vllm_server_base_urls,
-            routing_replay=args.routing_replay,
-            **of_trl,
-        )
+        return server_mode(args, weight_sync, **of_trl)
     if args.deployment_scheme is not None or weight_sync == "checkpoint":
-        return ColocateGeneration(
-            deployment_scheme=args.deployment_scheme, weight_sync_dir=args.weight_sync_dir, **of_trl
-        )
+        return ColocateGeneration(args, **of_trl)
     require_shared_embeddings(model)
     return Generation(**of_trl)
 
