@@ -153,9 +153,8 @@ def test_under_truncated_sampling_both_distributions_are_those_of_the_kept_token
         [KeptLogProb(0.0, sets[row][at].int(), logps=of_kept[row, at, sets[row][at]]) for at in range(WIDTH)]
         for row in range(3)
     ]
-    sampled = [[int(sets[row][at][0]) if len(sets[row][at]) else 0 for at in range(WIDTH)] for row in range(3)]
     device = torch.device("cpu")
-    choices = Choices(Kept.of(sampled, named, device), named=Named.of(named, device) if by_vllm else None)
+    choices = Choices(Kept.of(named, device), named=Named.of(named, device) if by_vllm else None)
     centre = centering(ids, mask, WIDTH, torch.ones(3), choices)
     kept_p = log_p.masked_fill(~support, -torch.inf).log_softmax(-1).where(support, 0.0)
     q = of_kept.exp()

@@ -43,9 +43,9 @@ VOCABULARY = 262
 
 
 def kept_of(sets, device="cpu"):
-    """`Kept` of token ids, by completion and position; the first one of a position is its sampled token."""
+    """`Kept` of token ids, by completion and position."""
     logprobs = [[KeptLogProb(0.0, torch.tensor(ids).int()) if ids else math.nan for ids in row] for row in sets]
-    return Kept.of([[ids[0] if ids else 0 for ids in row] for row in sets], logprobs, torch.device(device))
+    return Kept.of(logprobs, torch.device(device))
 
 
 def dense(logits, sets, sampled):
@@ -401,22 +401,9 @@ def test_what_is_not_known_has_another_name(tmp_path, caplog):
 # --- rollout functions ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (None, "do not say which tokens were kept"),
-        (
-            lambda call, completions, logprobs: logprobs[0].__setitem__(
-                0, KeptLogProb(-1.0, torch.tensor([5], dtype=torch.int32))
-            ),
-            "does not have the sampled token",
-        ),
-    ],
-    ids=["nothing", "another"],
-)
-def test_a_rollout_function_that_does_not_is_refused(tmp_path, edit, words):
-    with pytest.raises(ValueError, match=words):
-        make_trainer(tmp_path, rollout_func=Rollouts(edit=edit), top_k=3).train()
+def test_a_rollout_function_that_does_not_say_what_was_kept_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="do not say which tokens were kept"):
+        make_trainer(tmp_path, rollout_func=Rollouts(), top_k=3).train()
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

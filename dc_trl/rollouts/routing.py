@@ -80,9 +80,6 @@ def expert_scores(logits: Tensor, experts: Tensor, normalised: bool, dtype: torc
     return scores.to(dtype)
 
 
-# --- the engine's choice --------------------------------------------------------------------------------------------
-
-
 class RoutesRecorder:
     """Records the experts that a model chooses while it generates.
 
@@ -164,9 +161,6 @@ def routes_of_vllm(arrays: Sequence[np.ndarray], layers: Sequence[int]) -> list[
         layers: numbers of the decoder layers that have a router.
     """
     return [torch.from_numpy(array[:, list(layers)].astype(np.int16)) for array in arrays]
-
-
-# --- the trainer's forward ------------------------------------------------------------------------------------------
 
 
 class RoutingReplay:

@@ -117,7 +117,11 @@ class ReplicaEngine:
                 pad_token_id=pad_token(self._tokenizer, self._ends),
                 eos_token_id=self._ends,
             )
-            noise = [] if sampling.temperature == 0 else _sampler([request.seed for request in batch], sampling)
+            noise: list[LogitsProcessor] = []
+            if sampling.temperature > 0:
+                warpers = [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1.0 else []
+                seeds = [request.seed for request in batch]
+                noise = [TemperatureLogitsWarper(sampling.temperature), *warpers, _GumbelNoise(seeds)]
             completions, _ = self._replica.generate(
                 [request.prompt_ids for request in batch], config, sampling.temperature or 1.0, noise
             )
@@ -127,13 +131,6 @@ class ReplicaEngine:
                 # vLLM, too, drops the end token, whether it is a special one or not.
                 text = self._tokenizer.decode(kept[:-1] if ended else kept, skip_special_tokens=True)
                 yield start + row, Completion(text, len(kept), not ended)
-
-
-def _sampler(seeds: list[int], sampling: Sampling) -> list[LogitsProcessor]:
-    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
-    if sampling.top_p < 1.0:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    return [*warpers, _GumbelNoise(seeds)]
 
 
 class _GumbelNoise(LogitsProcessor):

@@ -39,14 +39,6 @@ class SyncSchedule:
         assert self.step is not None
         return step - self.step
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` continues from, as JSON-compatible values."""
-        return {"step": self.step, "syncs": self.syncs}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        vars(self).update(state)
-
 
 class LookAhead:
     """Returns the micro-batches of an iterator, and reads some of those that follow in advance.

@@ -83,9 +83,8 @@ def named_by_vllm(
 
     Args:
         completion_ids: sampled tokens of each completion.
-        logprobs: log-probabilities at each position of each completion, in nats, from the most probable token on; None
-            is NaN.
-        token_ids: tokens of `logprobs`, in the same nesting.
+        logprobs, token_ids: log-probabilities at each position of each completion, in nats, from the most probable
+            token on, and their tokens; None is NaN.
         most: k.
         truncated: whether top-p, top-k or min-p truncate sampling.
 
@@ -159,27 +158,12 @@ class Kept(NamedTuple):
     counts: Tensor  # (batch, positions), int32: number of kept tokens at a position; 0 where nothing was truncated
 
     @classmethod
-    def of(
-        cls, completion_ids: list[list[int]], logprobs: list[list[float | None]], device: torch.device
-    ) -> "Kept | None":
-        """Return the kept tokens from the log-probabilities of completions; None where none is a `KeptLogProb`.
-
-        Raises:
-            ValueError: the kept tokens of a `KeptLogProb` do not contain the sampled token once.
-        """
+    def of(cls, logprobs: _LogProbs, device: torch.device) -> "Kept | None":
+        """Return the kept tokens from the log-probabilities of completions; None where none is a `KeptLogProb`."""
         named = _named(logprobs)
         if named is None:
             return None
-        kept = cls(*named)
-        sampled_ids = _padded([torch.tensor(row) for row in completion_ids], 0)
-        positions, tokens = flat(kept, sampled_ids.shape[1])
-        with_sampled = positions[tokens == sampled_ids.flatten()[positions]]
-        if not torch.equal(with_sampled, positions.unique()):
-            raise ValueError(
-                "A KeptLogProb of the rollouts does not have the sampled token among its kept tokens exactly once: "
-                "return the kept tokens of the same position from rollout_func."
-            )
-        return cls(kept.ids.to(device), kept.counts.to(device))
+        return cls(*(each.to(device) for each in named))
 
 
 def _named(logprobs: _LogProbs) -> tuple[Tensor, Tensor] | None:

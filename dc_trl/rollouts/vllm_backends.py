@@ -234,19 +234,16 @@ class ServerGeneration(_DeployedGeneration):
                 self._write()
                 self._bring()
                 return
-            self._announce()
+            with raised_together(ServerError):
+                # If the server cannot mark its weights as being loaded, no process begins to gather them.
+                if self.accelerator.is_main_process:
+                    client, version = self.vllm_client, self.weight_version
+                    client.weights = Weights(version, None)
+                    client.connection.persist(lambda first: client.name_weights(LOADING + version))
             if self.accelerator.is_main_process:
                 self._stream_weights()
             else:
                 super().sync_weights()
-
-    def _announce(self) -> None:
-        # If the server cannot mark its weights as being loaded, no process begins to gather them.
-        with raised_together(ServerError):
-            if self.accelerator.is_main_process:
-                client, version = self.vllm_client, self.weight_version
-                client.weights = Weights(version, None)
-                client.connection.persist(lambda first: client.name_weights(LOADING + version))
 
     def _load(self) -> None:
         with raised_together(ServerError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -142,7 +143,7 @@ class Sampler:
                 self._engine.save_weights(Path(folder, SAMPLER_FOLDER))
             else:
                 shutil.copytree(Path(self._kept.name, SAMPLER_FOLDER), Path(folder, SAMPLER_FOLDER))
-        weight_sync = {"schedule": schedule.state_dict(), "engine": self._engine_name, "kept": kept}
+        weight_sync = {"schedule": asdict(schedule), "engine": self._engine_name, "kept": kept}
         return {"weight_sync": weight_sync, "rollout_ahead": None}
 
     def load(self, folder: str, state: dict[str, Any]) -> None:
@@ -152,7 +153,7 @@ class Sampler:
             self._load_ahead(folder, state["rollout_ahead"])
 
     def _load_weights(self, folder: str, state: dict[str, Any]) -> None:
-        self._schedule.load_state_dict(state["schedule"])
+        self._schedule = SyncSchedule(**state["schedule"] | {"every": self._schedule.every})
         if self._schedule.due(self._trainer.state.global_step):
             return
         if state["kept"] and state["engine"] == self._engine_name:
@@ -169,11 +170,11 @@ class Sampler:
 
     def state(self) -> dict[str, Any]:
         """Return the state of sampling between two optimizer steps."""
-        return {"schedule": self._schedule.state_dict()}
+        return {"schedule": asdict(self._schedule)}
 
     def return_to(self, state: dict[str, Any]) -> None:
         """Restore the state that `state` returned, so that it can be saved after a later step has failed."""
-        self._schedule.load_state_dict(state["schedule"])
+        self._schedule = SyncSchedule(**state["schedule"] | {"every": self._schedule.every})
 
     def start_again(self) -> None:
         """Forget an earlier training of the same trainer; the engine holds weights of that training."""

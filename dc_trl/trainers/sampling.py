@@ -184,7 +184,7 @@ class SamplingTrainer(HookedTrainer):
         routes = None if self.replay is None else self.replay.routes(prompt_ids, completion_ids)
         kept = among = None
         if self.truncates and logprobs is not None:
-            kept = Kept.of(completion_ids, logprobs, self.accelerator.device)
+            kept = Kept.of(logprobs, self.accelerator.device)
             by = self.args.compared_by
             if kept is None and by is not None:
                 raise ValueError(
