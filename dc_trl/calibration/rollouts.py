@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.tensors import policy_tensors
-from ..rollouts.replica import Replica, end_tokens, pad_token
+from ..rollouts.replica import Replica, end_tokens
 from ..rollouts.sampling import EngineSpec
 from ..serving.client import ServerClient, require_loaded
 from ..serving.connection import Patience
@@ -122,7 +122,7 @@ def _from_replica(
                 do_sample=True,
                 temperature=settings.temperature,
                 top_k=0,
-                pad_token_id=pad_token(tokenizer, ends),
+                pad_token_id=ends[0],
                 eos_token_id=ends,
             )
             completions, logps = replica.generate(asked, config, settings.temperature)

@@ -62,23 +62,18 @@ class CheckpointWriter:
         self._generation_config = base.generation_config or GenerationConfig()
         self._quantization = resolve_scheme(scheme, self._model)
         self._quantized = set(quantized_weights(self._model)) if self._quantization.weights is not None else set()
-        self._check_published_layout()
+        for name in sorted(self._quantized):
+            weight = self._model.get_parameter(name)
+            if weight.ndim == 3 and any(value.ndim != 2 for _, value in self._published(name, weight)):
+                raise ValueError(
+                    f"deployment_scheme={scheme!r} cannot be written: {type(self._model).__name__}'s checkpoints keep "
+                    f"{name!r} in one tensor, and vLLM loads quantized experts one by one: use 'bf16'."
+                )
         # A tensor that several modules share has one name here, as in published checkpoints.
         persistent = self._model.state_dict().keys()
         names: dict[str, Tensor] = dict(self._model.named_parameters())
         names |= {name: buffer for name, buffer in self._model.named_buffers() if name in persistent}
         self._names = names.keys()
-
-    def _check_published_layout(self) -> None:
-        """Refuse to quantize experts that the model's published checkpoints hold in one tensor."""
-        for name in sorted(self._quantized):
-            weight = self._model.get_parameter(name)
-            if weight.ndim == 3 and any(value.ndim != 2 for _, value in self._published(name, weight)):
-                raise ValueError(
-                    f"deployment_scheme={self.scheme!r} cannot be written: {type(self._model).__name__}'s checkpoints "
-                    f"keep {name!r} in one tensor, and vLLM loads quantized experts one by one. Use "
-                    "deployment_scheme='bf16'."
-                )
 
     @torch.no_grad()
     def write(self, tensors: Iterable[tuple[str, Tensor]], directory: str | os.PathLike[str]) -> int:
@@ -145,7 +140,7 @@ class CheckpointWriter:
         return {key: value.contiguous().cpu() for key, value in stored.items()}
 
     def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Return a weight by the names of the model's published checkpoints, with fused experts one by one."""
+        # By the names of the model's published checkpoints, with fused experts one by one.
         return revert_weight_conversion(self._model, {name: tensor.detach()}).items()
 
     def _quantization_config(self) -> QuantizationConfig:

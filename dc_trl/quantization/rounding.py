@@ -122,8 +122,7 @@ def _fuse_norms(decoder: nn.Module, layers: Any, active: Callable[[], bool]) -> 
             copy.forward = partial(_norm, copy, copy.forward, partial(residual.exact, place), active)
 
 
-def _copies(norm: Any) -> list[Any]:
-    """Return a norm and the copies of it that PEFT trains."""
+def _copies(norm: Any) -> list[Any]:  # the norm and the copies of it that PEFT trains
     if isinstance(norm, ModulesToSaveWrapper):
         return [norm.original_module, *norm.modules_to_save.values()]
     return [norm]

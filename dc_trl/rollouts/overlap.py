@@ -148,11 +148,9 @@ class OverlappedGeneration(ServerGeneration):
         return seconds
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
-        ahead = self.ahead if self._claimed else None
-        if not self._claimed:
+        ahead, claimed, self._claimed = self.ahead, self._claimed, False
+        if ahead is None or not claimed:
             self.wait()
-        self._claimed = False
-        if ahead is None:
             return super().generate(prompts, *args, **kwargs)
         self.vllm_client.routed_experts = ahead.routed_experts  # an evaluation may have replaced them in between
         with self._asking(lambda **request: ahead.result()):

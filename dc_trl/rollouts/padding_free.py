@@ -38,8 +38,7 @@ _ROUNDING, _ROUNDING_OF_HALF = 1e-3, 0.2
 
 
 def _is_flash(implementation: str) -> bool:
-    """Return whether an implementation is flash attention, as transformers tests it; the Hub's kernels are too."""
-    return "flash" in implementation and "paged" not in implementation
+    return "flash" in implementation and "paged" not in implementation  # as transformers tests it
 
 
 class Packing:

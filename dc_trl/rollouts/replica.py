@@ -65,11 +65,6 @@ def end_tokens(policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokeniz
     return ids
 
 
-def pad_token(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> int:
-    """Return the id that pads prompts and completions: the tokenizer's, or an end token where it has none."""
-    return ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
 class _SampledLogProbs(LogitsProcessor):
     """Records the log-probability of each sampled token, after temperature, without storing the whole vocabulary.
 

@@ -24,7 +24,7 @@ from ..serving.client import require_loaded
 from ..serving.connection import Connection, Patience
 from ..serving.errors import ServerError, ServerRefusedError
 from .neutral_sampling import SERVER_DEFAULTS
-from .replica import Replica, end_tokens, pad_token
+from .replica import Replica, end_tokens
 
 
 # Help text of options that take engines.
@@ -114,7 +114,7 @@ class ReplicaEngine:
             config = GenerationConfig(
                 max_new_tokens=max(limits),
                 do_sample=False,
-                pad_token_id=pad_token(self._tokenizer, self._ends),
+                pad_token_id=self._ends[0],  # which no attention reads
                 eos_token_id=self._ends,
             )
             noise: list[LogitsProcessor] = []

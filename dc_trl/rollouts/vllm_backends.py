@@ -104,8 +104,7 @@ class _DeployedGeneration(Generation):
         return self._folder(self._run) / self.weight_version
 
     def _folder(self, run: str) -> Path:
-        """Return the directory of a run's checkpoints on this machine, in shared memory by default."""
-        # Host names contain no "_".
+        # In shared memory by default. Host names contain no "_".
         return Path(self.weight_sync_dir or "/dev/shm", f"dc_trl-sync-{socket.gethostname()}_{run}")
 
     def _remove_checkpoints(self) -> None:
@@ -117,8 +116,7 @@ class _DeployedGeneration(Generation):
         raise NotImplementedError
 
     def _prepare_checkpoints(self, writes: bool) -> None:
-        """Create the writer and, on the processes that write, the folder, which is removed when the process ends."""
-        self._writes = writes
+        self._writes = writes  # the folder, which is removed when the process ends
         policy = unwrapped(self.accelerator, self.model)
         self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
         if writes:
@@ -216,7 +214,6 @@ class ServerGeneration(_DeployedGeneration):
                 client.init_communicator(device=self.accelerator.device)
 
     def _require_fit(self, client: ServerClient) -> None:
-        """Refuse a server that would not sample from the policy."""
         client.require_fit(
             unwrapped(self.accelerator, self.model).config,
             scheme=self.deployment_scheme,
@@ -232,7 +229,7 @@ class ServerGeneration(_DeployedGeneration):
         with raised_together(ServerError):
             if self.weight_sync == "checkpoint":
                 self._write()
-                self._bring()
+                self._load()
                 return
             with raised_together(ServerError):
                 # If the server cannot mark its weights as being loaded, no process begins to gather them.
@@ -247,11 +244,8 @@ class ServerGeneration(_DeployedGeneration):
 
     def _load(self) -> None:
         with raised_together(ServerError):
-            self._bring()
-
-    def _bring(self) -> None:
-        if self.accelerator.is_main_process:
-            self.vllm_client.load(Weights(self.weight_version, self.checkpoint))
+            if self.accelerator.is_main_process:
+                self.vllm_client.load(Weights(self.weight_version, self.checkpoint))
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
         with raised_together(ServerError):
