@@ -16,7 +16,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..config import DCGRPOConfig
 from ..files import locked_folder
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
@@ -75,7 +74,7 @@ class _DeployedGeneration(Generation):
     _writes = False  # whether this process writes checkpoints; all processes take part in gathering
     weight_version = ""  # version of the weights that the engine is to hold
 
-    def __init__(self, args: DCGRPOConfig, **kwargs: Any):
+    def __init__(self, args: Any, **kwargs: Any):
         self.deployment_scheme, self.weight_sync_dir = args.deployment_scheme, args.weight_sync_dir
         self._syncs = 0
         super().__init__(**kwargs)
@@ -156,7 +155,7 @@ class ServerGeneration(_DeployedGeneration):
     `ServerError`.
 
     Args:
-        args: configuration of the run.
+        args: `DCGRPOConfig` of the run.
         weight_sync: see [`~dc_trl.DCGRPOConfig`].
         **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
 
@@ -168,7 +167,7 @@ class ServerGeneration(_DeployedGeneration):
         ServerError: the server cannot be reached or does not fit; the message names the option to change.
     """
 
-    def __init__(self, args: DCGRPOConfig, weight_sync: str, **kwargs: Any):
+    def __init__(self, args: Any, weight_sync: str, **kwargs: Any):
         self.weight_sync = weight_sync
         self.server_base_urls, self.routing_replay = args.vllm_server_base_urls, args.routing_replay
         self._patience = Patience(
