@@ -83,9 +83,10 @@ def sharded_generation(accelerator, weight_sync: str) -> ServerGeneration:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    options = {"vllm_server_timeout": 5.0, "vllm_time_limit": 60.0, "vllm_max_retries": 0}
+    options = dict.fromkeys(("deployment_scheme", "weight_sync_dir", "vllm_server_base_urls", "vllm_request_timeout"))
+    options |= {"routing_replay": False, "vllm_server_timeout": 5.0, "vllm_time_limit": 60.0, "vllm_max_retries": 0}
     generation = ServerGeneration(
-        make_config("unused", use_vllm=True, **options),
+        SimpleNamespace(**options),
         weight_sync,
         model=model,
         accelerator=accelerator,
