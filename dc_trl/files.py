@@ -9,13 +9,14 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import yaml
 
@@ -28,25 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in UTF-8, completely or not at all.
-
-    Raises:
-        OSError: the file system refused; the message names the file.
-    """
+    """Write a file in UTF-8, completely or not at all."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
-    """Write a file completely or not at all; a link of its name is replaced, not followed.
-
-    Args:
-        path: path of the file; its folder must exist.
-        content: bytes of the file.
-        durable: whether to return only once the file and its name are on the disk.
-
-    Raises:
-        OSError: the file system refused; the message names the file.
-    """
+    """Write a file completely or not at all, `durable` until it is on the disk; a link of its name is replaced."""
     unfinished = path.with_name(f".{path.name}.tmp")
     with _path_in_errors(path):
         unfinished.unlink(missing_ok=True)  # left by a killed process, or a link
@@ -64,25 +52,13 @@ def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append to a file in UTF-8; create the file if there is none.
-
-    Raises:
-        OSError: the file system refused, or the file is a link; the message names the file.
-    """
+    """Append to a file in UTF-8, which may not be a link; create the file if there is none."""
     with open_in_place(path, os.O_WRONLY | os.O_APPEND) as file, _path_in_errors(path):
         file.write(text.encode())
 
 
 def open_in_place(path: Path, flags: int) -> BinaryIO:
-    """Open a file for unbuffered writing in place; create it if there is none.
-
-    Args:
-        path: path of the file.
-        flags: flags of `os.open`, which say how to open it; the file is never truncated here.
-
-    Raises:
-        OSError: the file system refused, or the path is a symbolic link; the message names it.
-    """
+    """Open a file, which may not be a link, for unbuffered writing in place; create it if there is none."""
     with _path_in_errors(path):
         descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     return open(descriptor, "rb+" if flags & os.O_RDWR else "wb", buffering=0)
@@ -135,12 +111,7 @@ def written_beside(folder: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str:
-    """Read a file in UTF-8.
-
-    Raises:
-        ValueError: the file is not text in UTF-8; the message names it.
-        OSError: the file cannot be read.
-    """
+    """Read a file in UTF-8; a `ValueError` names one that is not."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -148,22 +119,18 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds a JSON object.
-
-    Raises:
-        ValueError: the file holds something else; the message names it.
-        OSError: the file cannot be read.
-    """
-    return dict(_parse(str(path), read_text(path), "repair or remove the file"))
+    """Read a file that holds a JSON object; a `ValueError` names one that does not."""
+    try:
+        found = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): repair or remove the file.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no JSON object: repair or remove the file.")
+    return found
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping.
-
-    Raises:
-        ValueError: the file holds something else or is not YAML; the message names it.
-        OSError: the file cannot be read.
-    """
+    """Read a YAML file that holds a mapping; a `ValueError` names one that does not."""
     text = read_text(path)
     try:
         content = yaml.load(text, _Loader)  # a SafeLoader
@@ -175,7 +142,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses duplicate keys: the later value would silently replace the earlier one."""
+    """A safe loader that reads `off`, `no` and dates as words, and refuses keys that stand there twice."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [rule for rule in rules if rule[0].rpartition(":")[2] not in ("bool", "timestamp")]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -185,23 +157,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def parse_object(option: str, value: Any) -> Mapping[str, Any]:
-    """Return the JSON object that an option holds, as text or already parsed.
-
-    Raises:
-        ValueError: the option holds something else; the message names the option and its value.
-    """
-    return _parse(f"{option}={value!r}", value, "write '{\"name\": value}'")
-
-
-def _parse(named: str, value: Any, remedy: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{named} is not JSON ({error}): {remedy}.") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{named} is no JSON object: {remedy}.")
-    return found
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(?:true|false)$", re.IGNORECASE), list("tTfF"))
 
 
 def set_aside(files: Iterable[Path]) -> dict[Path, Path]:
@@ -217,11 +173,7 @@ def set_aside(files: Iterable[Path]) -> dict[Path, Path]:
 
 
 def lock_folder(folder: Path) -> int:
-    """Mark a folder as in use until this process closes the descriptor or ends.
-
-    Raises:
-        BlockingIOError: another process uses the folder.
-    """
+    """Mark a folder as in use until this process closes the descriptor or ends; `BlockingIOError` if another does."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -259,9 +211,6 @@ def lock_output(output_dir: str | os.PathLike[str]) -> Iterator[None]:
 
     The directory is created if it is missing. The process that holds the lock may take it again. Processes that this
     one starts or forks do not hold it, because it must not outlive the run.
-
-    Raises:
-        ValueError: another process writes there, or the directory cannot be written; the message says what to do.
     """
     folder = Path(output_dir).resolve()
     if folder in _locked:

@@ -54,11 +54,9 @@ class SampledTokens(NamedTuple):
         return cls(train_logps, infer_logps, scored_tokens(mask, *engines), advantages, deployed_logps)
 
     def of_target(self, target: Literal["all", "lag"]) -> SampledTokens:
-        """Return the tokens as a remedy for a part of the difference compares them.
+        """Return the tokens as a remedy compares them: for ``"lag"``, log π_Q takes the place of log π_train.
 
-        log π_train − log π_inf = (log π_train − log π_Q) + (log π_Q − log π_inf): the first term is the part of the
-        number format, the second one that of the sampler's lag and of the kernels. For ``"lag"``, log π_Q takes the
-        place of log π_train; for ``"all"``, the tokens are these.
+        log π_Q − log π_inf is the part of the sampler's lag and of the kernels, without that of the number format.
         """
         if target == "all":
             return self

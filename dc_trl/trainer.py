@@ -4,19 +4,15 @@ From top to bottom this file is the paper's algorithm: rollouts, penalised advan
 generation batch, one step of dual ascent. Sampling is in `trainers/sampling.py`, the life of a run in
 `trainers/run.py`. Nothing of TRL is copied; `trl_hooks.py` gives its private hooks the names that are used here.
 
-- `sample_and_score` returns the rollouts with their advantages (B,). TRL supports per-token advantages (B, T) for
-  subclasses, and the buffer's shuffle and split keep them aligned with the tokens.
-- When TRL has computed `old_per_token_logps` (the weights change within a generation batch), these are log π_train at
-  the trainer's weights when the batch was sampled, and the advantages are penalised immediately. When it has not, the
-  weights stay the same until the generation batch is used up, and the loss's own forward gives the same numbers: the
-  advantages are replaced between that forward and their first use. In both cases there is no additional forward pass.
-  The trainer's weights are those that sampled, unless `weight_sync_steps` lets the engine's lag.
+When TRL has computed `old_per_token_logps` (the weights change within a generation batch), these are log π_train at
+the weights from before the first step on the batch, and the advantages (B,) are at once replaced by penalised ones of
+tokens, (B, T). When it has not, the weights stay the same until the batch is used up, and the loss's own forward gives
+the same numbers: the advantages are replaced between that forward and their first use. In both cases there is no
+additional forward pass.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -27,17 +23,17 @@ from trl.trainer.utils import get_config_model_id
 from .config import DCGRPOConfig
 from .constraint.advantages import leave_one_out_advantages, zero_std_groups
 from .constraint.corrections import correction_of
-from .constraint.forms import Constrained, form_of
+from .constraint.forms import form_of
 from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.statistics import BatchStatistics, batch_metrics
 from .constraint.thresholds import LEVEL_BATCHES, drift_warning, k3_of, level_in_step
+from .gate import require_comparable
 from .records.clock import timed
 from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .rollouts.neutral_sampling import truncation_warning
 from .sampled_tokens import SampledTokens
-from .settings.micro_batches import MEAN_OVER_COMPLETIONS
-from .trainers.gate import require_comparable
+from .settings.contradictions import MEAN_OVER_COMPLETIONS
 from .trainers.run import RunTrainer
 from .trainers.sampling import total_rewards
 
@@ -80,36 +76,28 @@ class DCGRPOTrainer(RunTrainer):
     `deployment/` for `vllm serve`, which `save_model` writes beside the model: see `export_run`.
 
     Args:
-        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): policy to be trained: a causal
-            language model, or its Hub id or directory, which is loaded with `args.model_init_kwargs`.
-        reward_funcs (`Callable` or `str` or [`~transformers.PreTrainedModel`] or a `list` of them, *optional*):
-            functions that take prompts, completions and the data set's other columns, and return one reward or `None`
-            for each completion; or reward models. Their rewards are summed with `args.reward_weights`. They may be
-            omitted if an environment gives the reward.
-        args (`DCGRPOConfig`, *optional*): settings; by default those of `DCGRPOConfig`, as in TRL. Nothing is measured
-            then, unless a `rollout_func` returns log-probabilities.
-        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): rows with a `prompt`, plain
-            or conversational. It may be omitted if an environment gives the prompts. A stream needs `args.max_steps`,
-            and begins anew when it ends before.
-        eval_dataset (the same, or several by name in a `dict` or [`~datasets.DatasetDict`], *optional*): held-out
-            rows.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
-            tokenizer or processor, padding on the left; by default the model's.
-        reward_processing_classes ([`~transformers.PreTrainedTokenizerBase`] or a `list` of them, *optional*):
-            tokenizers of the reward models, in the order of `reward_funcs`; by default their own.
-        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): further callbacks.
-        optimizers (`tuple` of optimizer and scheduler, defaults to `(None, None)`): optimizer and scheduler; by
-            default those that `args` describes.
-        quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*): quantization of a model that is given
-            by name, for QLoRA together with `peft_config`.
-        peft_config ([`~peft.PeftConfig`], *optional*): adapter that is trained in place of the model.
-        tools (`list` of `Callable`, *optional*): typed and documented functions that the policy may call while it
-            generates; their output is not trained on.
-        rollout_func (`Callable`, *optional*): function that samples in place of an engine. It takes prompts and the
-            trainer, and returns `prompt_ids`, `completion_ids` and `logprobs`. It contradicts `deployment_scheme`
-            without vLLM.
-        environment_factory (`Callable` or a `dict` of them by name, *optional*): function that makes an environment
-            for each rollout; its methods are tools, and it may give prompts and rewards.
+        model: policy to be trained: a causal language model, or its Hub id or directory, which is loaded with
+            `args.model_init_kwargs`.
+        reward_funcs: functions that take prompts, completions and the data set's other columns, and return one reward
+            or `None` for each completion; or reward models. Their rewards are summed with `args.reward_weights`. They
+            may be omitted if an environment gives the reward.
+        args: settings; by default those of `DCGRPOConfig`, as in TRL. Nothing is measured then, unless a
+            `rollout_func` returns log-probabilities.
+        train_dataset: rows with a `prompt`, plain or conversational. It may be omitted if an environment gives the
+            prompts. A stream needs `args.max_steps`, and begins anew when it ends before.
+        eval_dataset: held-out rows, or several data sets by name.
+        processing_class: tokenizer or processor, padding on the left; by default the model's.
+        reward_processing_classes: tokenizers of the reward models, in the order of `reward_funcs`.
+        callbacks: further callbacks.
+        optimizers: optimizer and scheduler; by default those that `args` describes.
+        quantization_config: quantization of a model that is given by name, for QLoRA together with `peft_config`.
+        peft_config: adapter that is trained in place of the model.
+        tools: typed and documented functions that the policy may call while it generates; their output is not trained
+            on.
+        rollout_func: function that samples in place of an engine. It takes prompts and the trainer, and returns
+            `prompt_ids`, `completion_ids` and `logprobs`. It contradicts `deployment_scheme` without vLLM.
+        environment_factory: function that makes an environment for each rollout; its methods are tools, and it may
+            give prompts and rewards.
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier`): λ; constant with `constraint="static"`.
@@ -180,13 +168,14 @@ class DCGRPOTrainer(RunTrainer):
         self._warned_of_mismatch = False
         self._k3_in_step: list[float] = []  # of the first batches that were sampled with the present weights
         self._seen_first_batch = False  # in the present call of `train`
-        self._statistics = {mode: BatchStatistics.of(args) for mode in ("train", "eval")}
+        self._statistics = {mode: BatchStatistics(args) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from its measurement to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
         # Rewards of the completions that were scored last, of all processes, shape (N, functions), NaN where there is
         # none: TRL's hook that computes them does not return them to the one that scores.
         self._rewards_per_func: Tensor
-        self._loss: _Loss | None = None  # the loss that is being computed
+        self._loss_inputs: dict[str, Any] | None = None  # of the loss that is being computed
+        self._centred_weights: Tensor | None = None  # a correction's weights, shape (B, T), where the score is centred
         self._evaluation_set = ""  # name of the evaluation set in use, if there are several
         # The policy's deployed forward, inactive, where something compares the policy with its quantized self.
         self._quantized_self: DeployedForward | None = None
@@ -215,7 +204,9 @@ class DCGRPOTrainer(RunTrainer):
         if args.score_centering:
             from .rollouts.score_centering import ScoreCentering
 
-            self._centering = ScoreCentering(self.model, self.replica, self.temperature, self.correction, padded)
+            self._centering = ScoreCentering(
+                self.model, self.replica, self.temperature, self.correction, padded, args.score_centering_top_k
+            )
         if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
         if args.split_by is not None and self.deployed_forward is None:
@@ -287,12 +278,11 @@ class DCGRPOTrainer(RunTrainer):
             batch["num_items_in_batch"] = self.accelerator.gather(_loss_mask(batch).sum()).sum()
             # A mean over completions counts the dropped ones as zeros, so the others get a larger weight.
             over_completions = self.loss_type in MEAN_OVER_COMPLETIONS
-            weight = len(kept) / kept.sum().clamp(min=1) if over_completions else torch.ones((), device=kept.device)
-            batch["kept_weight"] = weight * kept.any()
+            batch["kept_weight"] = kept.any() * (len(kept) / kept.sum().clamp(min=1) if over_completions else 1.0)
 
     # --- the constraint on a micro-batch ----------------------------------------------------------------------------
 
-    @timed("metrics")
+    @timed("constraint")
     def _constrain(self, batch: dict[str, Any], train_logps: Tensor, deployed_logps: Tensor | None) -> None:
         """Measure a batch, penalise its advantages, and count its tokens.
 
@@ -301,78 +291,66 @@ class DCGRPOTrainer(RunTrainer):
             train_logps: log π_train at the weights that sampled, shape (B, T), nats; see `Form`.
             deployed_logps: log π_Q at the same weights, shape (B, T), nats; None if the discrepancy is not split.
         """
+        args, penalty, weights = self.args, None, None
         self._counts_truncation = self.truncates and "kept_counts" not in batch
-        tokens = _tokens_of(batch, train_logps, batch["advantages"], deployed_logps)
+        infer_logps = batch.get("kept_logps", batch["sampling_per_token_logps"])
+        tokens = SampledTokens.of(train_logps, infer_logps, _loss_mask(batch), batch["advantages"], deployed_logps)
         tokens = tokens._replace(age=self.sampler.age)  # a batch is constrained before the next one is sampled
-        constrained = self._apply_form(tokens)
-        if constrained is not None:
+        if self.form is not None:
+            constrained = self.form(tokens.of_target(args.constraint_target), self.lagrange_multiplier.value)
+            penalty = constrained.penalty
             batch["trajectory_advantages"] = batch["advantages"]
-            batch["advantages"] = constrained.advantages.detach()
+            batch["advantages"] = constrained.advantages
             tokens = tokens._replace(advantages=batch["advantages"])
-        weights = self._apply_correction(batch, tokens)
-
+        if self.correction is not None:
+            weights = self.correction(tokens.of_target(args.rollout_correction_target))
+            if self._centering is not None:
+                self._centred_weights = weights  # applied with the score, within the loss
+            elif self.loss_type == "vespo":
+                batch["importance_sampling_ratio"] = weights  # VESPO includes them in its ratio of a trajectory
+            else:
+                batch["advantages"] = weights * tokens.token_advantages
         if self.model.training and self.completed_passes > 0:
             return  # the same tokens at the same weights were counted in the first pass
-        penalty = None if constrained is None else constrained.penalty
-        self._statistics[self.mode].add(tokens, penalty, weights)
-
-    @timed("constraint")
-    def _apply_form(self, tokens: SampledTokens) -> Constrained | None:
-        if self.form is None:
-            return None
-        return self.form(tokens.of_target(self.args.constraint_target), self.lagrange_multiplier.value)
-
-    @timed("constraint")
-    def _apply_correction(self, batch: dict[str, Any], tokens: SampledTokens) -> Tensor | None:
-        """Weigh the advantages of a batch by the correction; return the weights, shape (B, T)."""
-        if self.correction is None:
-            return None
-        weights = self.correction(tokens.of_target(self.args.rollout_correction_target))
-        if self._centering is not None:
-            assert self._loss is not None  # these settings score a batch within the loss alone
-            self._loss.weights = weights
-        elif self.loss_type == "vespo":
-            batch["importance_sampling_ratio"] = weights  # VESPO includes them in its ratio of a trajectory
-        else:
-            batch["advantages"] = weights * tokens.token_advantages
-        return weights
+        with self.parts_clock.part("metrics"):
+            self._statistics[self.mode].add(tokens, penalty, weights)
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
     def policy_loss(self, model, inputs):
         # A copy, because the buffered inputs are used again when num_iterations > 1.
-        self._loss = _Loss(dict(inputs))
+        self._loss_inputs = dict(inputs)
+        # The weight of the kept groups applies to the terms that are means over completions, to the policy's through
+        # its advantages and to KL's through beta: entropy bonus and auxiliary loss have other means.
         weight = inputs["kept_weight"].item() if "kept_weight" in inputs else 1.0
-        # The weight applies to the terms that are means over completions, to the policy's through its advantages and
-        # to KL's through beta, and not to the sum: entropy bonus and auxiliary loss have other means.
-        beta = self.beta
-        self.beta = beta * weight
+        beta, self.beta = self.beta, self.beta * weight
         try:
-            loss = super().policy_loss(model, self._loss.inputs)
+            loss = super().policy_loss(model, self._loss_inputs)
         finally:
-            self._loss, self.beta = None, beta
+            self._loss_inputs = self._centred_weights = None
+            self.beta = beta
         return loss if weight > 0 else loss * 0.0  # nothing is learned from a batch whose completions are all dropped
 
     def score_tokens(self, model, *args, **kwargs):
         outputs = super().score_tokens(model, *args, **kwargs)
-        compared = self._compared(outputs[0])
-        if self._loss is not None:  # the loss reads the advantages after this forward
-            again = kwargs | {"compute_entropy": False, "compute_aux_loss": False}
-            inputs = self._loss.inputs
+        # With truncated sampling, the engines are compared among the kept tokens.
+        compared = outputs[0] if self.logps_among_kept is None else self.logps_among_kept
+        inputs = self._loss_inputs
+        if inputs is not None:  # the loss reads the advantages after this forward
             if "sampling_per_token_logps" in inputs and "old_per_token_logps" not in inputs:
-                deployed = self._as_deployed(compared, partial(self._train_logps, model, *args, **again))
-                self._constrain(inputs, compared, deployed)
+                self._constrain(inputs, compared, self._as_deployed(compared, model, *args, **kwargs))
             if self._centering is not None and outputs[0].requires_grad:
-                outputs = (self._centred(outputs[0], *args), *outputs[1:])
+                outputs = (self._centred(inputs, outputs[0], *args), *outputs[1:])
             if "kept_weight" in inputs:
                 inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
         elif self.scores_when_sampled and self._sampled_logps is None:  # before any reference model's
-            deployed = self._as_deployed(compared, partial(self._train_logps, model, *args, **kwargs))
-            self._sampled_logps = (compared, deployed)
+            self._sampled_logps = (compared, self._as_deployed(compared, model, *args, **kwargs))
         return outputs
 
     @timed("constraint")
-    def _centred(self, train_logps: Tensor, input_ids: Tensor, attention_mask: Tensor, *args: Any) -> Tensor:
+    def _centred(
+        self, inputs: dict[str, Any], train_logps: Tensor, input_ids: Tensor, attention_mask: Tensor, *args: Any
+    ) -> Tensor:
         """Return log π_train with the centred score as its gradient; the values stay.
 
         A loss that multiplies the gradient w·s of a token by its advantage then has w·s − E_q[w·s] in its place, with
@@ -380,39 +358,40 @@ class DCGRPOTrainer(RunTrainer):
         taken away from tokens of weight 0 too.
         """
         assert self._centering is not None
-        assert self._loss is not None
-        inputs, weights = self._loss.inputs, self._loss.weights
-        centre = self._centering(input_ids, attention_mask, train_logps.shape[1], inputs["advantages"], self._choices)
+        advantages, weights = inputs["advantages"], self._centred_weights
+        centre = self._centering(input_ids, attention_mask, train_logps.shape[1], advantages, self._choices)
+        scored = _loss_mask(inputs).bool()
+        sums = torch.cat([centre.drift[scored].sum(0), scored.sum().unsqueeze(0)]).unsqueeze(0)
+        variation, norm, count = self.accelerator.gather(sums).sum(0).tolist()
+        if count:
+            self.add_metric("discrepancy/drift_tv", variation / count)
+            self.add_metric("discrepancy/drift_l2", norm / count)
         score = train_logps if weights is None else weights.to(train_logps.dtype) * train_logps
-        return train_logps.detach() + _gradient_alone(score) - _gradient_alone(centre)
+        centred = score - centre.score
+        return train_logps.detach() + (centred - centred.detach())
 
     @timed("constraint")
-    def _as_deployed(self, train_logps: Tensor, forward: Callable[[], Tensor]) -> Tensor | None:
+    def _as_deployed(self, train_logps: Tensor, model: Any, *args: Any, **kwargs: Any) -> Tensor | None:
         """Return log π_Q, the log-probabilities of the present weights as they are deployed; None if nothing splits.
 
         Args:
             train_logps: log π_train of the same tokens, shape (B, T), nats.
-            forward: computes `train_logps` again.
+            model, args, kwargs: arguments of `score_tokens`.
         """
         if self.args.split_by is None:
             return None
         if self._quantized_self is None:  # the policy trains through the deployed forward
             return train_logps.detach()
+        kwargs |= {"compute_entropy": False, "compute_aux_loss": False}
         with torch.no_grad(), self._quantized_self.active():
-            return forward()
-
-    def _train_logps(self, model, *args, **kwargs) -> Tensor:
-        return self._compared(super().score_tokens(model, *args, **kwargs)[0])
-
-    def _compared(self, train_logps: Tensor) -> Tensor:
-        """Return what is compared with log π_inf, from the log-probabilities that were scored last."""
-        return train_logps if self.logps_among_kept is None else self.logps_among_kept
+            logps = super().score_tokens(model, *args, **kwargs)[0]
+        return logps if self.logps_among_kept is None else self.logps_among_kept
 
     def get_gamma_weights(self, advantages, **kwargs):
         # VESPO weighs a trajectory by the sign of its advantage, which a token's penalty must not change.
-        assert self._loss is not None
-        if "trajectory_advantages" in self._loss.inputs:
-            advantages = self._loss.inputs["trajectory_advantages"].unsqueeze(1)
+        assert self._loss_inputs is not None
+        if "trajectory_advantages" in self._loss_inputs:
+            advantages = self._loss_inputs["trajectory_advantages"].unsqueeze(1)
         return super().get_gamma_weights(advantages=advantages, **kwargs)
 
     # --- the generation batch as a whole, and the multiplier --------------------------------------------------------
@@ -422,20 +401,11 @@ class DCGRPOTrainer(RunTrainer):
         done = self.micro_batches_done % self.micro_batches_per_generation
         if done == self.args.steps_per_generation % self.micro_batches_per_generation:
             self._report("train")  # the first pass is over: each token was seen once
-        if done == 0:
-            self._move_multiplier()
+        if done == 0:  # one step of dual ascent (arXiv 2606.08779, eq. 11)
+            if self.args.constraint == "lagrangian" and self._mean_discrepancy is not None:
+                self.lagrange_multiplier.update(self._mean_discrepancy)
+            self._mean_discrepancy = None
         return loss
-
-    def _move_multiplier(self) -> None:
-        """Take one step of dual ascent (arXiv 2606.08779, eq. 11)."""
-        multiplier, mean_discrepancy = self.lagrange_multiplier, self._mean_discrepancy
-        self._mean_discrepancy = None
-        if self.args.constraint == "lagrangian" and mean_discrepancy is not None:
-            searching = multiplier.tolerance is None
-            multiplier.update(mean_discrepancy)
-            if searching and multiplier.tolerance is not None:
-                tolerance = f"{multiplier.tolerance:.4g}"
-                logger.info(f"discrepancy_tolerance='auto' is {tolerance} after step {self.state.global_step}.")
 
     @timed("metrics")
     def _report(self, mode: str) -> None:
@@ -507,45 +477,28 @@ class DCGRPOTrainer(RunTrainer):
         self._warned_of_mismatch = self._seen_first_batch = False
         self._k3_in_step.clear()
 
+    @property
+    def _constrained(self) -> list[str]:
+        """What λ multiplies, and what moves it."""
+        args = self.args
+        return [args.constraint, args.constraint_form, args.discrepancy_measure, args.constraint_target]
+
     def iteration_state(self):
         return super().iteration_state() | {
             "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
-            "lambda_bounds": [self.args.lambda_min, self.args.lambda_max],
+            "constrained": self._constrained,
             "batch_discrepancy": self._mean_discrepancy,
             "k3_in_step": self._k3_in_step,
         }
 
     def load_iteration_state(self, state, within_batch):
         super().load_iteration_state(state, within_batch)
-        self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
+        # A λ that was found for another constraint, or that nothing moved, says nothing about the present one.
+        if self.args.constraint == "lagrangian" and state.get("constrained", self._constrained) == self._constrained:
+            self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
         self._k3_in_step[:] = state["k3_in_step"]
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]
-
-
-@dataclass
-class _Loss:
-    """The loss that is being computed: values shared by TRL's method and the hook that it calls.
-
-    Args:
-        inputs: inputs of the loss.
-        weights: weights of a correction, shape (B, T), where the score is centred.
-    """
-
-    inputs: dict[str, Any]
-    weights: Tensor | None = None
-
-
-def _gradient_alone(values: Tensor) -> Tensor:
-    """Return zeros with the gradient of `values`."""
-    return values - values.detach()
-
-
-def _tokens_of(
-    batch: dict[str, Any], train_logps: Tensor, advantages: Tensor, deployed_logps: Tensor | None = None
-) -> SampledTokens:
-    infer_logps = batch.get("kept_logps", batch["sampling_per_token_logps"])
-    return SampledTokens.of(train_logps, infer_logps, _loss_mask(batch), advantages, deployed_logps)
 
 
 def _loss_mask(batch: dict[str, Any]) -> Tensor:

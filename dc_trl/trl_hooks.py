@@ -5,13 +5,10 @@ calls one method of [`HookedTrainer`], which subclasses extend with `super()`; p
 TRL moves one of them, this file changes and nothing else. docs/hooks.md is its table, with the reason for each hook,
 and tests/test_hooks.py compares the table with the installed releases.
 
-The hooks are also where the time is measured. TRL's `profiling_context` and `profiling_decorator` send their
-measurements only to Weights & Biases, MLflow and Trackio; callbacks and logs do not see them, and nested times count
-twice. The clock runs on the host. Generation, rewards and the writing of weights end on the host, so their times are
-exact. A GPU works asynchronously, and its remaining work is charged to the part that waits for it. Therefore the clock
-waits for the device where the host is about to wait anyway: at the end of a micro-batch, after which transformers
-reads the loss, and before the statistics of a generation batch are reduced. The cost of measuring is part of the time
-between two waits; `scripts/benchmark.py overhead` measures it.
+The hooks are also where the time is measured, by a clock on the host: TRL's `profiling_context` sends its measurements
+to trackers only, and counts nested times twice. A GPU works asynchronously, and its remaining work is charged to the
+part that waits for it. Therefore the clock waits for the device where the host is about to wait anyway: at the end of
+a micro-batch, after which transformers reads the loss, and before the statistics of a generation batch are reduced.
 """
 
 from __future__ import annotations
@@ -24,11 +21,14 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
+from accelerate.logging import get_logger
+from accelerate.scheduler import AcceleratedScheduler
 from datasets import IterableDataset
 from peft import PeftModel
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
@@ -38,6 +38,8 @@ from .records.clock import PartsClock, timed
 from .records.runs import TRAINER_STATE_FILE
 from .records.time_parts import EVALUATION, OTHER, PREFIX
 
+
+logger = get_logger(__name__)
 
 # Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", unknown to torch.load.
 torch.serialization.register_package(
@@ -67,13 +69,13 @@ class HookedTrainer(GRPOTrainer):
     _metrics: dict[str, defaultdict[str, list[float]]]
     _logs: dict[str, Any]
     _last_loaded_step: int
+    reward_funcs: list[Any]
 
     def __init__(self, *args: Any, **kwargs: Any):
         # Set before TRL's constructor, which may already call hooks of this class.
         self.parts_clock = PartsClock()
         self._train_sampler: Sampler | None = None  # sampler of the present training, unless its data set is a stream
         super().__init__(*args, **kwargs)
-        self.add_callback(_OptimizerEnds(self))
 
     # --- attributes of TRL ------------------------------------------------------------------------------------------
 
@@ -202,13 +204,8 @@ class HookedTrainer(GRPOTrainer):
     def _tokenize_prompts(self, prompts):
         return self.tokenize(prompts)
 
-    def tokenize(self, prompts: list, named: Callable[[int], str] | None = None) -> tuple:
-        """Return the token ids of prompts, their images, and the inputs of a vision model.
-
-        Args:
-            prompts: plain or conversational prompts.
-            named: returns the name of a prompt from its number, for messages.
-        """
+    def tokenize(self, prompts: list) -> tuple:
+        """Return the token ids of plain or conversational prompts, their images, and the inputs of a vision model."""
         return super()._tokenize_prompts(prompts)
 
     @timed("reward")
@@ -320,12 +317,11 @@ class HookedTrainer(GRPOTrainer):
         super()._save(output_dir, state_dict)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
-        self.end_step()
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self.end_step()  # sampling in between has changed the random state
+        self.end_step()
 
     def end_step(self) -> None:
-        """Take up that an optimizer step, or what follows it before the next one, has ended."""
+        """Take up that an optimizer step has ended, and been logged, evaluated and saved where that is due."""
 
     # --- resuming ---------------------------------------------------------------------------------------------------
 
@@ -338,19 +334,23 @@ class HookedTrainer(GRPOTrainer):
         self.parts_clock.carry(state["seconds"])
 
     def _load_optimizer_and_scheduler(self, checkpoint):
+        schedule = self._schedule
+        rates = [] if schedule is None else list(schedule.base_lrs)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            if schedule is not None and schedule.base_lrs != rates:
+                _use_base_rates(schedule, rates)
             self.load_state(checkpoint)
+
+    @property
+    def _schedule(self) -> LRScheduler | None:
+        """The schedule of the learning rate; None where DeepSpeed has one of its own."""
+        scheduler = self.lr_scheduler
+        inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+        return inner if isinstance(inner, LRScheduler) else None
 
     def load_state(self, checkpoint: str) -> None:
         """Continue from the state of a checkpoint, after the optimizer has been loaded."""
-
-    def _load_rng_state(self, checkpoint):
-        self.load_random_state(checkpoint)
-
-    def load_random_state(self, checkpoint: str | None) -> None:
-        """Continue with the random numbers of a checkpoint, if there is one."""
-        super()._load_rng_state(checkpoint)
 
     def _get_train_sampler(self, dataset=None):
         self._train_sampler = super()._get_train_sampler(dataset)
@@ -392,11 +392,30 @@ class HookedTrainer(GRPOTrainer):
         policy.load_state_dict(saved.state_dict())
 
 
-class _OptimizerEnds(TrainerCallback):
-    """Ends the part of the optimizer, which steps in transformers' own loop."""
+def _use_base_rates(schedule: LRScheduler, rates: list[float | Tensor]) -> None:
+    """Schedule the rates of the settings in place of those that a checkpoint's state has brought.
 
-    def __init__(self, trainer: HookedTrainer):
-        self._trainer = trainer
+    PyTorch's schedulers and optimizers restore the rates of the checkpoint, so that a lower `learning_rate`, the first
+    remedy for a run that went wrong, would have no effect.
+    """
+    saved = schedule.base_lrs
+    for group, old, new in zip(schedule.optimizer.param_groups, saved, rates, strict=True):
+        group["lr"] = group["lr"] / old * new if old else new
+        group["initial_lr"] = new
+    schedule.base_lrs = rates
+    schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]  # what is logged
+    logger.warning(f"learning_rate={rates[0]:g} from here on: the checkpoint was trained at {saved[0]:g}.")
 
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self._trainer.parts_clock.switch(OTHER)
+
+# --- TRL's own trainer ----------------------------------------------------------------------------------------------
+
+
+def generation_batch_of(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """Return the generation batch that a trainer of TRL is using, in one part for each micro-batch."""
+    return trainer._buffered_inputs
+
+
+def add_metrics(trainer: GRPOTrainer, metrics: dict[str, float]) -> None:
+    """Add values to the training metrics of a trainer of TRL, of which it logs the means."""
+    for name, value in metrics.items():
+        trainer._metrics["train"][name].append(value)

@@ -50,9 +50,22 @@ autodoc_typehints = "none"  # the docstrings state types where the code alone do
 maximum_signature_line_length = 88
 
 
+RESULTS = Path(__file__).parents[1] / "scripts" / "study" / "RESULTS.md"  # beside the code that makes it
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", show_results)
     app.connect("autodoc-process-docstring", read_hugging_face_style, priority=400)  # before napoleon's
     app.connect("autodoc-process-signature", shorten_signature)
+
+
+def show_results(app, docname: str, source: list[str]) -> None:
+    """The page `results` is RESULTS, and links of other pages to RESULTS lead to it."""
+    if docname == "results":
+        app.env.note_dependency(str(RESULTS))
+        source[0] = RESULTS.read_text(encoding="utf-8").replace("](../../docs/", "](")
+    else:
+        source[0] = source[0].replace("](../scripts/study/RESULTS.md", "](results.md")
 
 
 def read_hugging_face_style(app, what, name, obj, options, lines: list[str]) -> None:

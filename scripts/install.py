@@ -106,6 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--extras", default="dev", help="extras of dc_trl, separated by commas")
+    parser.add_argument("--constraints", type=Path, default=CONSTRAINTS, help="pinned releases, PyTorch's among them")
     parser.add_argument("--vllm", action="store_true", help="also vLLM, in the build for this machine")
     args = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 (this is where a user learns of it)
@@ -116,7 +117,7 @@ def main() -> None:
         version, gpu_runtime = installed_torch(sys.executable)
         shared = ["--system-site-packages"] if version and not gpu_runtime else []
         subprocess.run([sys.executable, "-m", "venv", *shared, str(args.venv)], check=True)
-    pins = CONSTRAINTS.read_text().splitlines()
+    pins = args.constraints.read_text().splitlines()
     pinned = next(pin for pin in pins if pin.startswith("torch=="))
     version, gpu_runtime = installed_torch(python)
     if version is None or major_minor(version) < major_minor(pinned):

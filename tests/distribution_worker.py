@@ -1,22 +1,20 @@
-"""Runs in one process or in several, which compute the same: `-m tests.distribution_worker FOLDER NAME … [OPTION …]`.
+"""Runs in one process or in several, which compute the same: `-m tests.distribution_worker FOLDER NAME …`.
 
-Completions follow from the prompt, so that a global batch is the same however it is divided. With `--server URL` a
-vLLM server samples, and `rollouts.json` keeps what it sampled; `--replay FILE` samples that again. Everything else is
-real: accelerate's processes and sharding, TRL's loop, the optimizer, the replica. The main process writes what the
-runs logged into `logs.json`.
+Completions follow from the prompt, so that a global batch is the same however it is divided. Everything else is real:
+accelerate's processes and sharding, TRL's loop, the optimizer, the replica. The main process writes what the runs
+logged into `logs.json`.
 """
 
-import argparse
 import json
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
 
@@ -50,30 +48,6 @@ class Known(DCGRPOTrainer):
             if first <= number < first + len(completions):
                 spoil(completions[number - first])
         return completions, logprobs
-
-
-class Recorded(DCGRPOTrainer):
-    """Keeps what the engine sampled."""
-
-    def __init__(self, *args, **kwargs):
-        self.rollouts: dict[str, tuple] = {}
-        super().__init__(*args, **kwargs)
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        sampled = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        for number, (prompt, *completion) in enumerate(zip(prompt_ids, *sampled, strict=True)):
-            self.rollouts[f"{self.state.global_step} {prompt} {number % GROUP}"] = completion
-        return sampled
-
-
-class Replayed(DCGRPOTrainer):
-    """Samples what another run has kept."""
-
-    rollouts: dict[str, tuple]
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        keys = [f"{self.state.global_step} {prompt} {number % GROUP}" for number, prompt in enumerate(prompt_ids)]
-        return tuple(map(list, zip(*(self.rollouts[key] for key in keys), strict=True)))
 
 
 def truncate(ids):
@@ -112,7 +86,7 @@ RUNS: dict[str, tuple[dict, tuple]] = {
 }
 
 
-def train(folder: Path, name: str, options: argparse.Namespace) -> dict:
+def train(folder: Path, name: str) -> dict:
     fields, spoiled = RUNS[name]
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     fields = {
@@ -123,21 +97,12 @@ def train(folder: Path, name: str, options: argparse.Namespace) -> dict:
         "per_device_train_batch_size": GLOBAL // processes,
         "per_device_eval_batch_size": 4 // processes,
         "num_generations_eval": 1,
-        "deployment_scheme": options.scheme,
+        "deployment_scheme": "fp8",
     } | fields
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         fields |= {"use_cpu": False, "ddp_backend": "gloo"}  # as it runs without a GPU
-    if options.server is not None:
-        fields |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": options.server}
     kind: type[DCGRPOTrainer] = DCGRPOTrainer if name == "rollouts" else Known
-    if options.server is not None:
-        kind = Recorded
-    elif options.replay is not None:
-        kind = Replayed
-    if options.model is not None:
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    else:
-        model = make_experts(64) if name == "experts" else make_model(64)
+    model = make_experts(64) if name == "experts" else make_model(64)
     if name == "experts":
         model.config.router_aux_loss_coef = 0.0  # a loss of each process by itself
     # Two processes fill the last batch of five prompts up with the first ones in TRL's order, and count these again.
@@ -159,21 +124,13 @@ def train(folder: Path, name: str, options: argparse.Namespace) -> dict:
     )
     if spoiled:
         trainer.spoiled = spoiled
-    if options.replay is not None:
-        trainer.rollouts = json.loads(options.replay.read_text())
     trainer.train()
     logs = {
         "kind": trainer.accelerator.distributed_type.value,
         "lambda": gather_object([trainer.lagrange_multiplier.value]),
         "rows": [row for row in trainer.state.log_history if "loss" in row],
     }
-    if options.server is not None:
-        rollouts: dict[str, tuple] = {}
-        for part in gather_object([trainer.rollouts]):
-            rollouts |= part
-        if trainer.accelerator.is_main_process:
-            (folder / "rollouts.json").write_text(json.dumps(rollouts))
-    elif name in ("steps", "experts", "streams") and options.replay is None:
+    if name in ("steps", "experts", "streams"):
         logs["evaluation"] = trainer.evaluate()
         trainer.save_model(str(folder / name / "model"))
         trainer.save_deployment(folder / name / "deployment")
@@ -195,21 +152,11 @@ def sample(folder: Path, name: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="+")
-    parser.add_argument("--server")
-    parser.add_argument("--replay", type=Path)
-    parser.add_argument("--model")
-    parser.add_argument("--scheme", default="fp8")
-    options = parser.parse_args()
-    options.folder.mkdir(exist_ok=True)
-    logs = {
-        name: sample(options.folder, name) if name in SAMPLED else train(options.folder, name, options)
-        for name in options.names
-    }
+    folder, *names = sys.argv[1:]
+    Path(folder).mkdir(exist_ok=True)
+    logs = {name: (sample if name in SAMPLED else train)(Path(folder), name) for name in names}
     if int(os.environ.get("RANK", "0")) == 0:
-        (options.folder / "logs.json").write_text(json.dumps(logs))
+        Path(folder, "logs.json").write_text(json.dumps(logs))
     time.sleep(1)  # see scripts/train.py: gloo's thread lets go of the last gather
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

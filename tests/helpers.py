@@ -29,8 +29,7 @@ from transformers import (
 from trl import GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
-from dc_trl.calibration.causes import view_of
-from dc_trl.calibration.floor import disturb
+from dc_trl.calibration.causes import disturb, view_of
 from dc_trl.command import call
 from dc_trl.quantization.deployed_forward import DeployedForward
 

@@ -1,7 +1,5 @@
 """What the plan says of memory, beside what is measured here: `python -m tests.planning_measured` prints it."""
 
-import json
-import struct
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,16 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.planning.architecture import architecture_of
-from dc_trl.planning.memory import (
-    PRECISIONS,
-    MicroBatch,
-    checkpoint_bytes,
-    last_norm_activations,
-    layer_activations,
-    trainer_memory,
-)
-from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.quantization.tensors import policy_tensors
+from dc_trl.planning.memory import Work, last_norm_activations, layer_activations, trainer_memory
 from dc_trl.records.tables import print_table
 
 from .helpers import ROOT, TINY_MODEL, make_config, make_prompts, make_tokenizer
@@ -49,21 +38,6 @@ def small_model() -> PreTrainedModel:
     """A random model of the shape of Qwen3-0.6B."""
     config = AutoConfig.from_pretrained(ROOT / "configs" / "models" / "qwen3_0_6b.json")
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def checkpoint_row(model: PreTrainedModel, scheme: str) -> Row:
-    """Bytes of the tensors in a checkpoint that is written, from its files' own headers."""
-    written = 0
-    with tempfile.TemporaryDirectory() as folder:
-        CheckpointWriter(model, scheme).write(policy_tensors(model), Path(folder, "checkpoint"))
-        for file in Path(folder, "checkpoint").glob("*.safetensors"):
-            (length,) = struct.unpack("<Q", file.read_bytes()[:8])
-            header = json.loads(file.read_bytes()[8 : 8 + length])
-            spans = (entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
-            written += sum(end - begin for begin, end in spans)
-    return Row(
-        f"bytes of the {scheme} checkpoint", checkpoint_bytes(architecture_of(model.config, ""), scheme), written
-    )
 
 
 def activation_row(model: PreTrainedModel, batch: int, tokens: int, dtype: torch.dtype) -> Row:
@@ -130,9 +104,9 @@ def peak_row(make: Callable[[], PreTrainedModel], batch: int, length: int, steps
             callbacks=[peak],
         )
         trainer.train()
-    sizes, tokens = architecture_of(trainer.model.config, ""), max(map(len, ids.values())) + length
-    micro = MicroBatch(batch, tokens, tokens, False, PRECISIONS["float32"], checkpointing=False)
-    return Row("peak bytes of a step", trainer_memory(sizes, "ddp", 1, micro).total, peak.bytes - before)
+    sizes, longest = architecture_of(trainer.model.config, ""), max(map(len, ids.values()))
+    work = Work(batch, 1, longest, length, checkpointing="false", precision="float32")
+    return Row("peak bytes of a step", trainer_memory(sizes, "ddp", 1, work).total, peak.bytes - before)
 
 
 def main() -> None:
@@ -140,7 +114,6 @@ def main() -> None:
     for name, (make, batch, length, steps) in models.items():
         model = make()
         rows = [Row("parameters", architecture_of(model.config, "").parameters, model.num_parameters())]
-        rows += [checkpoint_row(model, scheme) for scheme in ("bf16", "fp8", "int8", "int4")]
         rows += [activation_row(model, 2, 64, dtype) for dtype in (torch.float32, torch.bfloat16)]
         del model
         free = psutil.virtual_memory().available / 1e9

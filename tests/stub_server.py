@@ -34,7 +34,6 @@ class StubServer(ThreadingHTTPServer):
         self.before: Callable[[StubServer, str], None] | None = None
         self.completes: Callable[[dict], dict] | None = None
         self.bodies: list[dict] = []  # of the rollouts that were asked for
-        self.sequences = 256  # that it says it runs at a time
         self.routes = False  # whether it returns the experts of its mixture
         self.ended = threading.Event()
 
@@ -71,8 +70,7 @@ class StubServer(ThreadingHTTPServer):
                         "quantization": None,
                         "revision": None,
                     },
-                    "parallel_config": {"worker_extension_cls": CPU_EXTENSION, "data_parallel_size": 1},
-                    "scheduler_config": {"max_num_seqs": self.sequences, "enable_chunked_prefill": False},
+                    "parallel_config": {"worker_extension_cls": CPU_EXTENSION},
                     "device_config": {"device": "cpu"},
                     "weight_transfer_config": {"backend": "nccl"},
                     "aux_output_config": {"enable_return_routed_experts": self.routes},

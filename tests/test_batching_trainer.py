@@ -153,7 +153,7 @@ STEPS = {
     "across batches": {"steps_per_generation": 2, "gradient_accumulation_steps": 4},
 }
 LOSSES = {
-    **{name: {"loss_type": name} for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")},
+    **{name: {"loss_type": name} for name in ("grpo", "dapo", "cispo", "luspo", "vespo")},
     "sequence": {"importance_sampling_level": "sequence"},
     "masked truncated": {"mask_truncated_completions": True},
     "off-policy mask": {"off_policy_mask_threshold": 0.5},
@@ -228,24 +228,6 @@ def test_the_reference_model_reads_no_padding_either(tmp_path, adapter):
     assert_same_steps(*runs)
     assert logged(runs[0].trainer, "kl") == pytest.approx(logged(runs[1].trainer, "kl"), rel=0.5)
     assert tokens(runs[0]) < 0.8 * tokens(runs[1])
-
-
-def test_tool_masks_go_with_their_completions(tmp_path):
-    """Tokens in the middle and at the end of completions that a tool wrote."""
-
-    def rollouts(spread):
-        def rollout(prompts, trainer):
-            output = spread(prompts, trainer)
-            masks = [[(index // 3 + len(ids)) % 2 for index in range(len(ids))] for ids in output["completion_ids"]]
-            return output | {"env_mask": masks}
-
-        return rollout
-
-    ours, theirs = configs(tmp_path, steps_per_generation=8)
-    found, expected = (
-        train(kind, config, rollouts(Spread())) for kind, config in zip(KINDS, (ours, theirs), strict=True)
-    )
-    assert_same_steps(found, expected)
 
 
 # --- what TRL does not have: against the same trainer without length-aware batches
@@ -398,16 +380,6 @@ def test_a_run_resumed_within_a_generation_batch_is_the_same(tmp_path):
     assert len(resumed.gradients) == 3
     for one, other in zip(resumed.gradients, whole.gradients[1:], strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
-
-
-def test_a_run_that_does_not_group_leaves_the_rest_of_a_grouped_batch(tmp_path, caplog):
-    options = {"max_steps": 2, "steps_per_generation": 8, "gradient_accumulation_steps": 4, "save_strategy": "steps"}
-    config, _ = configs(tmp_path, save_steps=1, max_tokens_per_micro_batch=120, **options)
-    train(DCGRPOTrainer, config)
-    config, _ = configs(tmp_path / "resumed", length_aware_batches=False, **options)
-    train(DCGRPOTrainer, config, rollouts := Spread(), resume_from=str(tmp_path / "checkpoint-1"))
-    assert "other steps_per_generation, num_iterations, length_aware_batches" in caplog.text
-    assert rollouts.calls == 1
 
 
 # --- several processes

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from dc_trl.calibration import calibrate, floor
-from dc_trl.calibration.advice import recommend
-from dc_trl.calibration.causes import Case, split_discrepancy, subsets
+from dc_trl.calibration import calibrate
+from dc_trl.calibration import causes as causes_module
+from dc_trl.calibration.causes import Case, recommend, split_discrepancy, subsets
 from dc_trl.calibration.result import Split
 from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.calibration.settings import CalibrationSettings
@@ -111,12 +111,12 @@ def test_the_replicas_discrepancy_is_explained(tokenizer, scheme, dtype, causes)
 
 def test_another_order_is_that_of_perturbed_sums(monkeypatch):
     """Sums that are known, and of which a tenth of a percent is moved: they are rounded otherwise equally often."""
-    monkeypatch.setattr(floor, "_DISORDER", 1e-3)
+    monkeypatch.setattr(causes_module, "_DISORDER", 1e-3)
     generator = torch.Generator().manual_seed(0)
     sums = torch.randn(400_000, generator=generator).double()
     rounded = sums.bfloat16()
     moved = (sums * (1 + 1e-3 * torch.randn(sums.shape, generator=generator))).bfloat16()
-    other = floor.in_another_order(rounded, generator)
+    other = causes_module.in_another_order(rounded, generator)
     changed, expected = ((each != rounded).float().mean().item() for each in (other, moved))
     assert 0.1 < expected < 0.2
     assert changed == pytest.approx(expected, rel=0.03)
@@ -212,7 +212,7 @@ def test_script_splits_and_fails_above_a_bound(script, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "where δ̄ comes from" in shown
     assert all(cause in shown for cause in (*engine.diagnosis.split.shares, "unexplained"))
-    assert "ADVICE, replica fp8: " in shown
+    assert "ADVICE, replica:fp8: " in shown
     with pytest.raises(SystemExit) as stop:
         script("--engine", "replica:fp8", "--no_split", "--fail_above", "1e-6")
     delta = engine.estimates["discrepancy"].value

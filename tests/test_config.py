@@ -1,8 +1,5 @@
 """Every invalid or contradictory setting is refused before anything expensive, by name, value and remedy."""
 
-import copy
-import pickle
-
 import pytest
 from transformers import HfArgumentParser
 from trl import GRPOConfig
@@ -13,7 +10,7 @@ from dc_trl.constraint.lagrangian import LagrangeMultiplier
 from dc_trl.settings.contradictions import NO_EFFECT
 from dc_trl.settings.recipes import RECIPES
 
-from .helpers import Rollouts, distinct_characters, make_config
+from .helpers import distinct_characters, make_config
 
 
 CORRECTED = {"recipe": "trl", "rollout_correction": "icepop"}
@@ -88,19 +85,16 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
         # One value alone.
         ({"advantage_estimator": "gae"}, ["advantage_estimator='gae'", "'rloo'"]),
         ({"deployment_scheme": "fp16"}, ["deployment_scheme='fp16'", "'fp8_block'"]),
-        ({"discrepancy_tolerance": "high"}, ["discrepancy_tolerance='high'", "number", "'auto'"]),
+        ({"discrepancy_tolerance": "high"}, ["discrepancy_tolerance='high'", "number"]),
         ({"discrepancy_tolerance": "-1"}, ["discrepancy_tolerance=-1", "at least 0"]),
-        ({"vllm_server_base_urls": "http://a:1"}, ["vllm_server_base_urls='http://a:1'", "use a list"]),
-        ({"vllm_server_base_urls": ["a:1", "b:1"]}, ["vllm_server_base_urls='a:1'", "http://HOST:PORT"]),
-        ({"vllm_server_base_urls": ["http://a:1", "http://a:1/"]}, ["names http://a:1 twice"]),
-        # Truth values and lists of other types are true in Python, or iterated over.
+        ({"learning_rate": None}, ["learning_rate=None is invalid: use a finite number, at least 0."]),
+        ({"dual_window": 2.5}, ["dual_window=2.5 is invalid: use a whole number, at least 1."]),
         ({"padding_free": "no"}, ["padding_free='no'", "use True or False"]),
-        ({"reward_weights": 1.0}, ["reward_weights=1.0", "use a list"]),
+        ({"loss_type": "ppo"}, ["loss_type='ppo' is unknown: choose one of 'grpo'"]),
         # What makes the difference of the engines another one than their mismatch.
         ({"generation_kwargs": {"top_k": None}}, ["top_k=None", "set top_k=0"]),
         ({"generation_kwargs": {"top_p": 0.5}, "use_vllm": True}, ["top_p=0.5", "constraint='none'"]),
         ({"generation_kwargs": '{"no_repeat_ngram_size": 7}'}, ["no_repeat_ngram_size=7"]),
-        (CORRECTED | {"vllm_structured_outputs_regex": "[0-9]+"}, ["vllm_structured_outputs_regex=", "unset it"]),
         (CORRECTED | {"top_p": 0.9, "use_vllm": True}, ["top_p=0.9", "set top_k too", "rollout_correction='none'"]),
     ],
 )
@@ -141,23 +135,12 @@ def test_every_rule_of_what_has_no_effect_applies(tmp_path):
     make_config(tmp_path, recipe="trl", vllm_importance_sampling_correction=False)  # what is off needs no effect
 
 
-@pytest.mark.parametrize(("correction", "loss_type"), [("token_truncate", "grpo"), ("icepop", "luspo")])
-def test_one_ratio_for_a_trajectory_and_a_weight_for_each_token_are_refused(tmp_path, correction, loss_type):
-    fields = {"constraint": "none", "rollout_correction": correction, "loss_type": loss_type}
-    with pytest.raises(ValueError, match=f"rollout_correction='{correction}'.*loss_type='{loss_type}'"):
-        make_config(tmp_path, importance_sampling_level="sequence", **fields)
-    make_config(tmp_path, **fields)
-    for of_trajectories in ("sequence_truncate", "sequence_mask", "geometric_mask"):
-        make_config(tmp_path, importance_sampling_level="sequence", **fields | {"rollout_correction": of_trajectories})
-
-
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"weight_sync_steps": 2}, "weight_sync_steps=2"),
         ({"use_vllm": True, "vllm_mode": "server", "rollout_overlap": True}, "rollout_overlap=True"),
         ({"weight_sync_steps": 2, "constraint_form": "log_ratio"}, None),
-        ({"weight_sync_steps": 2, "recipe": "trl"}, None),
         ({}, None),
     ],
 )
@@ -172,14 +155,6 @@ def test_a_form_that_pushes_is_warned_of_with_a_sampler_that_lags(tmp_path, capl
 def test_a_misspelt_field_gets_the_nearest_name(tmp_path, settings):
     with pytest.raises(TypeError, match=r"^rollout_corection is no field .*did you mean rollout_correction\?$"):
         settings(str(tmp_path), rollout_corection="icepop")
-    with pytest.raises(TypeError, match=r"^zzz is no field"):
-        settings(str(tmp_path), zzz=1)
-
-
-def test_a_config_can_be_copied(tmp_path):
-    config = make_config(tmp_path, rollout_correction="icepop")
-    for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
-        assert copied.to_dict() == config.to_dict()
 
 
 def test_values_that_keep_every_token_do_not_truncate(tmp_path):
@@ -192,11 +167,6 @@ def test_values_that_keep_every_token_do_not_truncate(tmp_path):
 def test_a_constraint_without_log_probabilities_is_refused_before_the_model_loads(tmp_path):
     with pytest.raises(ValueError, match=r"constraint='static'.*deployment_scheme.*use_vllm=True.*'none'"):
         DCGRPOTrainer("no/such-model", distinct_characters, make_config(tmp_path, constraint="static"))
-
-
-def test_two_engines_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"deployment_scheme='fp8'.*contradicts rollout_func"):
-        DCGRPOTrainer("no/such-model", args=make_config(tmp_path, deployment_scheme="fp8"), rollout_func=Rollouts())
 
 
 def test_a_plain_grpo_config_is_refused(tmp_path):
@@ -228,14 +198,7 @@ def test_fields_can_be_set_from_the_command_line(tmp_path):
     [
         {"importance_sampling_level": "sequence", "discrepancy_level": "sequence"},
         {"importance_sampling_level": "sequence", "loss_type": "cispo"},
-        {"importance_sampling_level": "sequence", "constraint": "none"},
-        {"off_policy_mask_threshold": 0.01, "constraint": "none"},
-        {
-            "use_vllm": True,
-            "vllm_importance_sampling_correction": True,
-            "vllm_importance_sampling_mode": "sequence_truncate",
-        },
-        {"use_vllm": True, "vllm_importance_sampling_correction": True, "constraint": "none"},
+        {"importance_sampling_level": "sequence", "constraint": "none", "rollout_correction": "geometric_mask"},
         {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},  # without correction, without effect
     ],
 )

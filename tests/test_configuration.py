@@ -33,7 +33,7 @@ def parse(tmp_path):
             "use_vllm: true\nvllm_mode: server\nvllm_server_base_urls: ['http://a:1', 'http://b:1']",
             {"vllm_server_base_urls": ["http://a:1", "http://b:1"]},
         ),
-        ("max_steps: 3\nenv: {DC_TRL_TEST: 1}", {"max_steps": 3}),
+        ("save_strategy: no", {"save_strategy": "no"}),  # YAML 1.1 reads false
     ],
 )
 def test_values_are_what_their_user_means(parse, text, expected):
@@ -51,13 +51,9 @@ def test_values_are_what_their_user_means(parse, text, expected):
         ("lerning_rate: 1", ["lerning_rate is no field", "did you mean learning_rate?"]),
         ("seed: 1\n\nmax_steps: many", ["--max_steps", "invalid int value: 'many'"]),
         ("{seed: 1,\n learning_rate: [1]}", ["learning_rate=[1] is invalid"]),
-        ("dataset_name: [a, b]", ["dataset_name=['a', 'b'] is invalid: use text"]),
-        ("save_strategy: no", ["save_strategy=False", "in quotes", "save_strategy: 'no'"]),
-        ("collapse_alarm: on", ["collapse_alarm=True", "'off', 'warn', 'stop'"]),
-        ("chat_template_kwargs: [1]", ["chat_template_kwargs=[1] is"]),
+        ("collapse_alarm: on", ["collapse_alarm='on'", "'off', 'warn', 'stop'"]),
         ("learning_rate: .nan", ["learning_rate=nan", "at least 0"]),
         ("length_decay_period: 5", ["length_decay_period=5 has no effect with length_decay=False"]),
-        ("deep: " + "[" * 5000, ["config.yaml cannot be read as YAML"]),
     ],
 )
 def test_what_is_refused_by_name(parse, text, words):
@@ -70,11 +66,9 @@ def test_what_is_refused_by_name(parse, text, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--max_steps", "many"], "--max_steps"),
         (["--max_steps"], "expected one argument"),
         (["--eval_bench", "aime24"], "--eval_bench is no field of the configuration: did you mean --eval_benchmarks?"),
         (["--reward_weights", "nan"], "reward_weights=nan"),
-        (["--chat_template_kwargs", "[1]"], "chat_template_kwargs='[1]' is no JSON object"),
     ],
 )
 def test_a_command_line_is_refused_without_its_usage(parse, capsys, options, words):
@@ -82,8 +76,3 @@ def test_a_command_line_is_refused_without_its_usage(parse, capsys, options, wor
         parse("max_steps: 1", *options)
     assert words in str(refused.value)
     assert capsys.readouterr().err == ""
-
-
-def test_a_file_that_is_not_named():
-    with pytest.raises(ValueError, match="config is not set"):
-        RunArguments.parse(["--config"])

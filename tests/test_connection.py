@@ -61,15 +61,13 @@ def test_a_connection_that_breaks_and_a_server_that_is_silent(server):
     connection = Connection(server.url)
     with pytest.raises(ServerUnavailableError, match=rf"connection to vLLM at {server.url} broke during /weight_info"):
         connection.get("/weight_info")
-    with connection.task(Deadline(2.0)), pytest.raises(ServerUnavailableError, match=r"within the remaining [0-2]"):
+    with connection.task(Deadline(2.0)), pytest.raises(ServerUnavailableError, match=r"within [0-2].* s \("):
         connection.get("/v1/completions")
-    with connection.task(Deadline(0.0)), pytest.raises(ServerUnavailableError, match="no time is left for it"):
+    with connection.task(Deadline(0.0)), pytest.raises(ServerUnavailableError, match="within 0 s"):
         connection.get("/weight_info")
     assert connection.get("/weight_info") == {"weight_version": "default"}
     impatient = Connection(server.url, Patience(request_timeout=0.2, prefix="vllm_"))
-    with pytest.raises(
-        ServerUnavailableError, match=r"did not answer /v1/completions within vllm_request_timeout=0.2"
-    ):
+    with pytest.raises(ServerUnavailableError, match=r"/v1/completions within 0.2 s \(vllm_request_timeout"):
         impatient.get("/v1/completions")
 
 
@@ -109,13 +107,6 @@ def test_what_failed_is_asked_again_once_the_server_is_up_and_what_was_refused_i
         connection.persist(ask)
     assert server.asked.count("/weight_info") == 4
     assert pauses == [2, 4, 8]
-
-
-def test_a_task_without_time_is_not_tried_again(server, pauses):
-    connection = Connection(server.url, Patience(max_retries=3, time_limit=0.0))
-    with pytest.raises(ServerUnavailableError, match=r"tried 1 times: ddp_timeout, .* than 0 s\)"):
-        connection.persist(lambda first: connection.get("/weight_info"))
-    assert (pauses, server.asked) == ([], [])
 
 
 def test_completions_whose_connection_broke_are_asked_for_again(server):

@@ -26,7 +26,7 @@ from .vllm_server import requires_vllm
 
 
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "scripts" / "study" / "RESULTS.md"]
 
 
 def page(name):
@@ -173,13 +173,6 @@ def test_the_options_of_the_pages_exist(parsers):
             assert options(own_words(words)) <= parsers[words[1]] | {"--help"}, (file, words)
             seen.add(words[1])
     assert {"train", "serve", "calibrate", "evaluate", "report"} <= seen
-
-
-def test_the_settings_in_yaml_exist(parsers):
-    settings = [block for name in ("gpu.md", "evaluation.md") for block in blocks(page(name), "yaml")]
-    assert settings
-    for block in settings:
-        assert {f"--{name}" for name in yaml.safe_load(block)} <= parsers["train"], block
 
 
 @pytest.mark.long

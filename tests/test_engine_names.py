@@ -17,7 +17,6 @@ QUANTIZED = EvaluatedModel("m", "main", PretrainedConfig(quantization_config={"q
     [
         ("fp8", ("fp8", "vllm", "fp8")),
         ("replica:int4_g32", ("replica:int4_g32", "replica", "int4_g32")),
-        (f"{URL}/", (URL, "url", None)),
         ("https://host", ("https://host", "url", None)),
     ],
 )
@@ -50,10 +49,9 @@ def test_engines_of_an_evaluation(model, words, scheme, expected):
 @pytest.mark.parametrize(
     ("model", "words", "scheme", "message"),
     [
-        (PLAIN, ["fp8"], "fp8", "leave --scheme out"),
-        (PLAIN, ["fp8", "replica:fp8"], None, "two in one scheme would share a folder"),
+        (PLAIN, ["fp8"], "fp8", "--scheme is of a running server alone"),
+        (PLAIN, ["fp8", "replica:fp8"], None, "two engines in one scheme would share a folder"),
         (QUANTIZED, ["replica:fp8"], None, "quantized already"),
-        (QUANTIZED, ["fp8"], None, "leave both out"),
     ],
 )
 def test_options_that_contradict_each_other(model, words, scheme, message):

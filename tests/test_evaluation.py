@@ -13,27 +13,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dc_trl import DCGRPOTrainer
-from dc_trl.calibration.rollouts import require_engines
-from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
-from dc_trl.evaluation.results import Evaluation, benchmark_result, compare
+from dc_trl.evaluation.results import Evaluation, benchmark_result, compare, comparison_table, evaluation_table
 from dc_trl.evaluation.samples import Sample
-from dc_trl.evaluation.table import comparison_table, evaluation_table
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.estimators import macro_estimate, mean_estimate
 from dc_trl.rollouts.replica import Replica, end_tokens
-from dc_trl.rollouts.sampling import EngineSpec, ReplicaEngine, Request, Sampling, ServerEngine, sample_seed
-from dc_trl.serving.client import ServerClient, Weights
-from dc_trl.serving.errors import ServerError
+from dc_trl.rollouts.sampling import ReplicaEngine, Request, Sampling, ServerEngine, sample_seed
+from dc_trl.serving.client import ServerClient
 
 from .helpers import (
     ROOT,
     TINY_MODEL,
-    distinct_characters,
-    make_config,
     make_model,
-    make_prompts,
     make_tokenizer,
     program,
 )
@@ -123,35 +115,6 @@ def test_every_end_token_of_the_model_ends_a_completion(tokenizer):
     assert end_tokens(policy, tokenizer) == ends
 
 
-def test_the_tokenizers_end_token_and_a_single_one_of_the_model(tmp_path, tokenizer):
-    policy = make_model()
-    for declared, expected in ((5, [1, 5]), ([5, 1], [5, 1]), (None, [1])):
-        policy.generation_config.eos_token_id = declared
-        assert end_tokens(policy, tokenizer) == expected
-        assert end_tokens(Replica(policy, "bf16").model, tokenizer) == expected
-    config = make_config(tmp_path, deployment_scheme="bf16")
-    policy.generation_config.eos_token_id = [5, 6]
-    trainer = DCGRPOTrainer(
-        policy, distinct_characters, config, train_dataset=make_prompts(), processing_class=tokenizer
-    )
-    assert trainer.eos_token_ids == end_tokens(policy, tokenizer) == [1, 5, 6]
-
-
-def test_tokenizers_without_a_pad_or_an_end_token():
-    replica, prompt = Replica(make_model(), "bf16"), [[20, 30], [50]]
-    full, without_pad, without_both = (make_tokenizer() for _ in range(3))
-    without_pad.pad_token = without_both.pad_token = without_both.eos_token = None
-    sampling = Sampling(max_tokens=12, temperature=1.0)
-    answers = []
-    for tokenizer in (full, without_pad, without_both):
-        engine = ReplicaEngine(replica, tokenizer)
-        answers.append(dict(engine.sample([Request(ids, 3) for ids in prompt], sampling)))
-    assert answers[0] == answers[1] == answers[2]
-    replica.model.generation_config.eos_token_id = None
-    with pytest.raises(ValueError, match="eos_token_id=None in the tokenizer and in the model's generation_config"):
-        ReplicaEngine(replica, without_both)
-
-
 @requires_vllm
 def test_the_server_gives_what_an_openai_client_gets(fp8_server, tokenizer):
     prompts = list(tokenize_prompts(Benchmark.load("arithmetic", limit=8), tokenizer, {}).values())
@@ -169,26 +132,6 @@ def test_the_server_gives_what_an_openai_client_gets(fp8_server, tokenizer):
 
 
 # --- evaluations ----------------------------------------------------------------------------------------------------
-
-
-class InterruptionError(Exception):
-    pass
-
-
-class Interrupting:
-    """An engine that is interrupted after some completions."""
-
-    def __init__(self, engine, after):
-        self.engine, self.after = engine, after
-        self.max_length = engine.max_length
-        self.asked = []
-
-    def sample(self, requests_, sampling):
-        self.asked = list(requests_)
-        for done, item in enumerate(self.engine.sample(requests_, sampling)):
-            if done == self.after:
-                raise InterruptionError
-            yield item
 
 
 def test_an_evaluation_against_rewards_counted_by_hand(replica, tokenizer, tmp_path):
@@ -212,29 +155,6 @@ def test_an_evaluation_against_rewards_counted_by_hand(replica, tokenizer, tmp_p
     assert Evaluation.load(tmp_path / RESULTS_FILE) == evaluation
 
 
-@pytest.mark.long
-def test_an_interrupted_evaluation_goes_on_with_what_is_missing(replica, tokenizer, tmp_path):
-    benchmarks = [Benchmark.load("arithmetic", samples=2, limit=20)]
-    whole = run(ReplicaEngine(replica, tokenizer, 4), tmp_path / "whole", benchmarks)
-    first = Interrupting(ReplicaEngine(replica, tokenizer, 4), 13)
-    with pytest.raises(InterruptionError):
-        run(first, tmp_path / "parts", benchmarks)
-    kept = stored(tmp_path / "parts" / "arithmetic")
-    assert len(kept) == 13  # every one that was finished
-    second = Interrupting(ReplicaEngine(replica, tokenizer, 4), 10_000)
-    resumed = run(second, tmp_path / "parts", benchmarks)
-    assert len(second.asked) == 27
-    rows = stored(tmp_path / "parts" / "arithmetic")
-    assert {key: rows[key] for key in kept} == kept
-    assert resumed.results["arithmetic"].avg.value == pytest.approx(whole.results["arithmetic"].avg.value, abs=0.05)
-    # Finished, it samples nothing; with more samples, only those.
-    third = Interrupting(ReplicaEngine(replica, tokenizer, 4), 10_000)
-    assert run(third, tmp_path / "parts", benchmarks) == resumed
-    assert third.asked == []
-    run(third, tmp_path / "parts", [Benchmark.load("arithmetic", samples=3, limit=20)])
-    assert len(third.asked) == 20
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -249,12 +169,6 @@ def test_samples_of_another_evaluation_are_refused(replica, tokenizer, tmp_path,
     limit = change.pop("limit", 2)
     with pytest.raises(ValueError, match=words):
         run(engine, tmp_path, [Benchmark.load("arithmetic", samples=1, limit=limit)], **change)
-
-
-def test_a_prompt_without_room_for_an_answer_is_named(replica, tokenizer, tmp_path):
-    rows = to_dataset("made", [MathProblem("1+1=?", "2"), MathProblem("x" * 5000, "2")])
-    with pytest.raises(ValueError, match=r"benchmark 'made': 1 prompts, 'made/1' the first, .* 4096"):
-        run(ReplicaEngine(replica, tokenizer), tmp_path, [Benchmark("made", rows, 1)])
 
 
 def test_gold_answers_that_cannot_be_graded_count_nowhere():
@@ -303,7 +217,7 @@ def test_a_killed_evaluation_is_continued(tmp_path, script):
     options = ["--engine", "replica:bf16", "--samples", "4", "--limit", "25", "--max_tokens", "48"]
     command = [*evaluate_script(*options), "--concurrency", "4", "--output"]
     folders = [tmp_path / name / "bf16" for name in ("whole", "parts")]
-    assert "arithmetic avg@4" in script([*command, str(tmp_path / "whole")])
+    assert "arithmetic, k = 4" in script([*command, str(tmp_path / "whole")])
     words = [sys.executable, "-m", "dc_trl", *command[0].split()[1:], *command[1:], str(tmp_path / "parts")]
     with open(tmp_path / "log", "w") as log, subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log) as process:
         while not list(folders[1].glob("arithmetic/samples.jsonl")):
@@ -348,35 +262,6 @@ def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path
 
 
 @requires_vllm
-def test_weights_whose_load_was_cut_off_are_not_taken_for_the_old_ones(fp8_server, tmp_path, script, monkeypatch):
-    client = ServerClient(fp8_server.url)
-    root = httpx.get(f"{fp8_server.url}/v1/models", timeout=30).json()["data"][0]["root"]
-
-    def dies(method, **kwargs):
-        raise InterruptionError
-
-    monkeypatch.setattr(client, "_collective_rpc", dies)
-    with pytest.raises(InterruptionError):
-        client.load_checkpoint(root, "cut-off")
-    monkeypatch.undo()
-    monkeypatch.chdir(ROOT)
-    try:
-        assert client.weight_version() == "loading-cut-off"
-        options = ["--engine", fp8_server.url, "--scheme", "fp8", "--limit", "2", "--output", str(tmp_path)]
-        with pytest.raises(SystemExit, match=r"^error: vLLM at .* holds weights 'loading-cut-off'.*start it anew"):
-            script(evaluate_script(*options))
-        assert not list(tmp_path.rglob("settings.json"))
-        with pytest.raises(ServerError, match="holds weights 'loading-cut-off'"):
-            require_engines([EngineSpec.parse(fp8_server.url)], AutoModelForCausalLM.from_pretrained(TINY_MODEL))
-        # A run gives it weights of its own, and is not in doubt of them.
-        client.load(Weights("own", Path(root)))
-        assert client.generate([[5, 6]], max_tokens=2)["completion_ids"]
-    finally:
-        client.load_checkpoint(root, "default")
-    assert ServerEngine(fp8_server.url).disclosed.weight_version == "default"
-
-
-@requires_vllm
 def test_a_server_that_serves_something_else_is_refused(fp8_server, tmp_path, script):
     other = tmp_path / "other"
     shutil.copytree(TINY_MODEL, other)
@@ -399,11 +284,8 @@ def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--benchmarks", "amc23=x.jsonl"], "benchmarks='x.jsonl' does not exist"),
-        (["--temperature", "-1"], "temperature=-1.0 is invalid: use a finite number, at least 0"),
+        (["--benchmarks", "amc23=x.jsonl"], "benchmarks='x.jsonl' is no data file"),
         (["--engine", "http://127.0.0.1:9"], "connection to vLLM at http://127.0.0.1:9"),
-        (["--model", "nowhere/at/all"], "nowhere/at/all"),
-        (["--chat_template_kwargs", "false"], "chat_template_kwargs"),
     ],
 )
 def test_what_the_script_refuses(tmp_path, script, options, words):
@@ -442,5 +324,5 @@ def test_two_evaluations_are_compared_on_their_common_benchmarks():
     assert [row[-1] for row in rows[:2]] == ["better", "not shown to differ"]
     with pytest.raises(ValueError, match="no benchmark in common"):
         compare(first, made_evaluation("fp8", {"math500": [1.0]}))
-    with pytest.raises(ValueError, match="other problems of 'amc23': 2 and 3, 2 of them in both"):
+    with pytest.raises(ValueError, match="other problems of 'amc23'"):
         compare(first, made_evaluation("fp8", {"amc23": [1.0, 1.0, 1.0]}))

@@ -59,16 +59,10 @@ def test_a_stream_that_breaks_on_one_process_is_an_error_on_both_and_hangs_neith
 
 
 @pytest.mark.long
-def test_the_way_of_the_weights_is_agreed_on_where_hosts_look_different(seen):
-    assert seen["chosen"] == "checkpoint"  # as the main process sees it, whose device is a CPU
-
-
-@pytest.mark.long
 def test_a_server_that_hangs_is_given_up_before_the_other_process_stops_waiting(seen):
     assert "did not answer /v1/completions" in seen["hung"]
     assert "ddp_timeout" in seen["hung"]
-    assert "The run is saved" in seen["hung"]
-    assert (seen["folder"] / "checkpoint-0" / "trainer_state.json").is_file()
+    assert "No step had ended" in seen["hung"]
 
 
 def make_trainer(url, output_dir, **options):
@@ -81,13 +75,6 @@ def test_first_requests_that_break_are_sent_again(tmp_path):
         server.failures = dict.fromkeys(paths, 1)
         assert make_trainer(server.url, tmp_path).vllm_generation.vllm_client.model == "stub"
         assert server.failures == dict.fromkeys(paths, 0)
-
-
-def test_a_first_request_that_keeps_breaking_ends_the_run(tmp_path):
-    with stub_server() as server:
-        server.failures = {"/server_info": 100}
-        with pytest.raises(ServerError, match=r"broke during /server_info.*tried 2 times: vllm_max_retries"):
-            make_trainer(server.url, tmp_path, vllm_max_retries=1)
 
 
 def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_path, caplog):
@@ -111,11 +98,6 @@ def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_pa
     assert server.version == trainer.vllm_generation.weight_version
 
 
-def test_one_process_has_no_limit_but_that_of_each_request(tmp_path):
-    config = make_config(tmp_path, use_vllm=True, vllm_mode="server", vllm_request_timeout=7200.0, ddp_timeout=60)
-    assert config.vllm_time_limit == float("inf")
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -123,11 +105,11 @@ def test_one_process_has_no_limit_but_that_of_each_request(tmp_path):
             {"vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.5},
             ["http://127.0.0.1:9", "correct vllm_server_base_url"],
         ),
+        ({"vllm_server_base_url": "127.0.0.1:8000"}, ["'127.0.0.1:8000' is not an address", "use http://HOST:PORT"]),
         ({"deployment_scheme": "fp8"}, ["deployment_scheme='fp8'", "not quantized", "set deployment_scheme to the"]),
         ({"vllm_max_model_length": 9999}, ["takes 4096 tokens", "9999"]),
-        ({"weight_sync": "nccl", "max_completion_length": 5000}, ["5001", "lower max_completion_length"]),
     ],
-    ids=["address", "format", "length", "completion"],
+    ids=["nobody", "address", "format", "length"],
 )
 def test_a_server_that_does_not_fit_is_refused(tmp_path, options, words):
     with stub_server() as server:
@@ -144,12 +126,6 @@ def test_a_server_that_does_not_fit_is_refused(tmp_path, options, words):
             )
     assert all(word in str(error.value) for word in words), error.value
     assert config.use_vllm
-
-
-@pytest.mark.parametrize("url", ["127.0.0.1:8000"])
-def test_an_address_that_is_none_is_refused_with_the_field(tmp_path, url):
-    with pytest.raises(ValueError, match=r"vllm_server_base_url='.*use http://HOST:PORT"):
-        make_config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
 
 
 def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monkeypatch):

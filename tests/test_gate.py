@@ -26,8 +26,7 @@ from transformers import (
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.command.train import main
-from dc_trl.gate.policy import warn_of_rounding
-from dc_trl.settings.distribution import Sharding
+from dc_trl.gate import warn_of_rounding
 from dc_trl.settings.reward_functions import checked_reward, is_async, require_rewards
 
 from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
@@ -48,14 +47,6 @@ def plain_tokenizer():
 def saved(folder, model, tokenizer=None):
     model.save_pretrained(folder)
     (tokenizer or plain_tokenizer()).save_pretrained(folder)
-    return folder
-
-
-def edited(folder, **changes):
-    """A saved model, with another config.json."""
-    saved(folder, make_model())
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -96,33 +87,27 @@ def needs_solution(completions, solution, **kwargs):
 
 # A name; what makes the model's folder; other settings; and what the refusal has to name.
 MISTAKES = [
-    ("adapter", adapter, {}, ["is the folder of an adapter", "--adapter_name_or_path", "is_trainable=True"]),
+    ("adapter", adapter, {}, ["holds an adapter", "adapter_name_or_path"]),
     ("no model", lambda folder: folder.mkdir() or folder, {}, ["has no config.json"]),
     ("a run's deployment", deployment, {}, ["is quantized (compressed-tensors)", "like a run's deployment/"]),
     ("no end token", lambda f: saved(f, make_model(), tokenizer_with(eos_token=None)), {}, ["has no eos_token"]),
     (
-        "end token beyond the embedding",
-        lambda f: saved(f, make_model(vocab_size=256), tokenizer_with(eos_token="<|im_end|>")),
-        {},
-        ["eos_token", "has 256 rows"],
-    ),
-    (
         "id beyond the embedding",
         lambda f: saved(f, make_model(), with_more_tokens()),
         {"rows": ["1+1=", "<new>+2="] * 4},
-        ["row 1 has the token id 262", "has 262 rows"],
+        ["the prompt '<new>+2=' has the token id 262", "has 262 rows"],
     ),
     (
         "more than the table of positions",
         lambda f: saved(f, gpt2_model()),
         {"rows": ["1+1="] * 7 + ["1" * 20]},
-        ["row 7 has 20 tokens", "max_completion_length=8", "24", "lower max_completion_length to 4"],
+        ["has 20 tokens", "max_completion_length=8", "24", "lower max_completion_length"],
     ),
     (
         "a prompt that fills the context",
         lambda f: saved(f, make_model(max_position_embeddings=32)),
         {"rows": ["1+1="] * 7 + ["1" * 32]},
-        ["row 7 has 32 tokens", "more than the 32 of"],
+        ["has 32 tokens", "the model reads 32 in all"],
     ),
     ("too few rows", None, {"rows": ["1+1="], "per_device_train_batch_size": 8}, ["has 1 rows", "takes 2", "=8"]),
     ("column of a reward", None, {"reward": "needs_solution"}, ["missing a required argument: 'solution'"]),
@@ -220,18 +205,13 @@ TABLE = {"question": ["1+1="] * 4, "solution": ["2"] * 4}
 # Each by what is passed in place of what `build` passes (a function is called with a folder), and what is said of it.
 REFUSED = {
     "not trainable": (lambda t: {"model": with_adapter(t)}, ["no trainable parameter", "is_trainable=True"]),
-    "frozen": (
-        {"model": lambda: make_model().requires_grad_(False)},
-        ["no trainable parameter"],
-    ),
-    "no rows": ({"rows": Dataset.from_dict({"prompt": []})}, ["train_dataset has no rows"]),
+    "no rows": ({"rows": Dataset.from_dict({"prompt": []})}, ["train_dataset has 0 rows"]),
     "a split too many": ({"rows": DatasetDict({"train": make_prompts()})}, ["train_dataset is a DatasetDict"]),
-    "a list": ({"rows": of_rows()}, ["train_dataset is a list", "Dataset.from_list"]),
     "another column": ({"rows": Dataset.from_dict(TABLE)}, ["'question', 'solution'", "rename_column('question'"]),
     "no prompt in a row": ({"rows": Dataset.from_list(of_rows("1", None))}, ["row 1 has prompt=None", "filter"]),
     "two kinds": (
         {"rows": stream([{"prompt": "1"}, {"prompt": [USER]}]), "settings": {"per_device_train_batch_size": 8}},
-        ["row 0 is text", "of row 1 a list"],
+        ["row 1 has prompt=[{", "all text"],
     ),
     "one of two evaluation sets": (
         {"eval_dataset": {"easy": make_prompts(), "hard": Dataset.from_dict(TABLE)}},
@@ -249,6 +229,10 @@ def test_refused_in_python(tmp_path, mistake):
         build(tmp_path, **arguments)
     for word in words:
         assert word in str(refused.value)
+
+
+async def awaited(prompts, completions, **kwargs):
+    return tuple(range(len(completions)))
 
 
 WITH_TOOLS = Path(trl.__file__).with_name("chat_templates") / "qwen3.jinja"
@@ -270,52 +254,17 @@ class Environment:
         return 1.0
 
 
-class Judge:
-    def __call__(self, prompts, completions, **kwargs):
-        return np.arange(len(completions), dtype=np.float32)
-
-
-async def awaited(prompts, completions, **kwargs):
-    return tuple(range(len(completions)))
-
-
-def tensor(prompts, completions, **kwargs):
-    return torch.arange(len(completions))
-
-
 def some_frozen():
     model = make_model()
     model.model.embed_tokens.requires_grad_(False)
     return model
 
 
-def part_of(model):
-    return {"model": model, "optimizers": (torch.optim.AdamW(model.model.layers[1].parameters(), lr=1e-2), None)}
-
-
 # What may be passed, and how many steps it trains (None: the trainer is only built).
 LEGAL = {
     "a part is frozen": ({"model": some_frozen}, 1),
     "a new adapter": ({"peft_config": LORA}, 1),
-    "an adapter goes on, with KL": (
-        lambda t: {"model": with_adapter(t, is_trainable=True), "settings": {"beta": 0.1}},
-        1,
-    ),
-    "an adapter and a copy": (
-        {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"])},
-        None,
-    ),
-    "an optimizer of a part": (lambda t: part_of(make_model()), 1),
     "a stream of one batch": ({"rows": stream(of_rows()[:1])}, 1),
-    "streams to evaluate on": ({"eval_dataset": {"a": stream(of_rows()), "b": make_prompts()}}, None),
-    "rows that are made when read": (
-        {
-            "rows": Dataset.from_dict({"n": range(300)}).with_transform(
-                lambda r: {"prompt": [f"{n}+1=" for n in r["n"]]}
-            )
-        },
-        1,
-    ),
     "an environment without rows": (
         {
             "train_dataset": None,
@@ -333,15 +282,6 @@ LEGAL = {
             "settings": {"deployment_scheme": None, "recipe": "trl"},
         },
         None,
-    ),
-    "an object": ({"rewards": Judge()}, 1),
-    "an async function, a partial and a tensor": (
-        {"rewards": [awaited, functools.partial(awaited, more=1), tensor]},
-        1,
-    ),
-    "a table of positions that is just long enough": (
-        {"model": gpt2_model, "rows": Dataset.from_list(of_rows("1" * 16)), "settings": {"save_steps": 9}},
-        1,
     ),
 }
 
@@ -361,12 +301,11 @@ def test_let_through(tmp_path, case):
 # --- what is known of a row only when it comes ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("late", "words"), [("", "has no tokens"), ("<new>", "has the token id 262")])
-def test_later_rows_of_a_stream_are_looked_at_when_they_come(tmp_path, late, words):
-    rows = stream([{"prompt": "1+1="}, {"prompt": late}] * 4)
+def test_later_rows_of_a_stream_are_looked_at_when_they_come(tmp_path):
+    rows = stream([{"prompt": "1+1="}, {"prompt": ""}] * 4)
     settings = {"shuffle_dataset": False}
     trainer = build(tmp_path, rows=rows, processing_class=with_more_tokens(), settings=settings)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match="has no tokens"):
         trainer.train()
     assert trainer.state.global_step == 1
 
@@ -395,11 +334,11 @@ def warnings_of(caplog, tmp_path, **arguments):
 WARNED = {
     "bfloat16": (
         {"model": lambda: make_model().bfloat16(), "settings": {"learning_rate": 1e-6}},
-        "learning_rate=1e-06 is below the resolution of bfloat16",
+        "learning_rate=1e-06 is below the resolution of 16-bit weights",
     ),
     "rotary positions beyond": (
         {"model": lambda: make_model(max_position_embeddings=8)},
-        "with max_completion_length=8 more than the 8 of the model",
+        "with max_completion_length=8 more than the 8 that the model reads",
     ),
     "weights of 0": ({"settings": {"reward_weights": [0.0]}}, "nothing is learned"),
 }
@@ -412,18 +351,15 @@ def test_warned_of(caplog, tmp_path, case):
     assert words in warnings_of(caplog, tmp_path, **arguments)
 
 
-def test_nothing_is_said_of_what_is_well(caplog, tmp_path):
-    settings = {"learning_rate": 1e-6, "reward_weights": [0.5]}  # float32 resolves this rate
-    assert warnings_of(caplog, tmp_path, settings=settings) == ""
-
-
 @pytest.mark.parametrize(("dtype", "rate"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-5)])
 def test_the_share_that_stands_still_is_the_one_that_adam_leaves(caplog, dtype, rate):
     """Against a step of PyTorch's AdamW with gradients of 1 and -1."""
     torch.manual_seed(0)
-    weight = torch.nn.Parameter((torch.randn(64, 64) * 0.5).to(dtype))
+    policy = torch.nn.Linear(64, 64, bias=False).to(dtype)
+    weight = policy.weight
+    torch.nn.init.normal_(weight, std=0.5)
     with caplog.at_level(logging.WARNING):
-        warn_of_rounding([("weight", weight)], "adamw_torch", rate, Sharding(None, 0), autocast=True)
+        warn_of_rounding(policy, "adamw_torch", rate)
     before = weight.detach().clone()
     weight.grad = torch.randn(64, 64).sign().to(dtype)
     torch.optim.AdamW([weight], lr=rate, weight_decay=0.0).step()
@@ -451,16 +387,14 @@ def named(function):
 
 @pytest.mark.parametrize(
     ("case", "where"),
-    [*((case, "training") for case in NO_REWARDS), ("a number", "evaluation"), ("infinite", "held out")],
+    [*((case, "training") for case in NO_REWARDS), ("infinite", "held out")],
 )
 def test_what_is_no_reward_is_refused_wherever_it_comes(tmp_path, case, where):
     function, error, words = NO_REWARDS[case]
     judge = named(function)
-    evaluated = {"eval_dataset": make_prompts(4), "settings": {"per_device_eval_batch_size": 4}}
-    trainer = build(tmp_path, rewards=distinct_characters if where == "held out" else judge, **evaluated)
+    trainer = build(tmp_path, rewards=distinct_characters if where == "held out" else judge)
     call = {
         "training": trainer.train,
-        "evaluation": trainer.evaluate,
         "held out": lambda: trainer.deployed_rewards(list(make_prompts(4)), judge),
     }[where]
     with pytest.raises(error, match=re.escape(words)) as refused:
@@ -492,22 +426,13 @@ def test_a_checked_reward_is_what_it_wraps():
     assert checked_reward(plain) is plain
 
 
-def reward_model(folder, **settings):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen3Config(
-        **{"vocab_size": 262, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "num_labels": 1}
-        | sizes
-        | settings
-    )
-    torch.manual_seed(0)
-    return saved(folder, Qwen3ForSequenceClassification(config))
-
-
 def test_a_reward_model_and_weights_that_give_no_finite_reward(tmp_path):
-    trainer = build(tmp_path, rewards=str(reward_model(tmp_path / "rewards")))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3Config(vocab_size=262, num_key_value_heads=1, head_dim=8, pad_token_id=0, num_labels=1, **sizes)
+    trainer = build(tmp_path, rewards=str(saved(tmp_path / "rewards", Qwen3ForSequenceClassification(config))))
     torch.nn.init.constant_(trainer.reward_funcs[0].score.weight, math.inf)
-    with pytest.raises(ValueError, match=r"the reward model 'rewards' is .* for completion 0"):
+    with pytest.raises(ValueError, match=r"The rewards of completion 0, \{'rewards': (nan|-?inf)\}"):
         trainer.train()
     large = build(tmp_path, rewards=named(lambda **_: [1e10] * 4), settings={"reward_weights": [1e10]})
-    with pytest.raises(ValueError, match=r"reward_weights=.*the weighted sum is 1e\+20 for completion 0"):
+    with pytest.raises(ValueError, match=r"The rewards of completion 0, .* with reward_weights="):
         large.train()

@@ -6,8 +6,6 @@ from typing import get_args
 import numpy as np
 import pytest
 from geometry import budgeted_policy, optimal_policy, squared_discrepancy
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.optimize import minimize
 from simplex import Measure
 from six_actions import INFER_PROBS, draw, outcomes, table
@@ -95,66 +93,6 @@ def test_budgeted_maximum_is_the_global_one(seed, measure, one_sided):
     assert cost(policy, q, measure, one_sided) == pytest.approx(budget, abs=1e-6)
     best = numerical_maximum(lambda policy: policy @ advantages, q, budget, lambda p: cost(p, q, measure, one_sided))
     assert policy @ advantages == pytest.approx(best, abs=1e-6)
-
-
-@measures
-def test_interior_policies_are_the_closed_forms(measure):
-    q, advantages = np.array([0.5, 0.3, 0.2]), np.array([0.1, -0.2, 0.3])
-    policy, beta = budgeted_policy(q, advantages, 0.01, measure)
-    slope = {"prob_diff": policy - q, "prob_ratio": (policy - q) / q**2, "log_prob": np.log(policy / q) / policy}
-    prices = advantages - beta * slope[measure]  # ν, the same for every action
-    np.testing.assert_allclose(prices, prices[0], atol=1e-9)
-    np.testing.assert_allclose(optimal_policy(q, advantages, beta, measure), policy, atol=1e-9)
-
-
-def test_a_budget_that_no_penalised_maximum_spends():
-    # One-sided, two actions: p = q e^√B by hand, beyond e q where the penalised objective is convex.
-    policy, beta = budgeted_policy([0.01, 0.99], [1.0, 0.0], 9.0, "log_prob", one_sided=True)
-    assert policy[0] == pytest.approx(0.01 * math.exp(3), abs=1e-9)
-    assert beta == pytest.approx(policy[0] / 3, rel=1e-4)  # β log(π/q)/π = A − ν with ν = 0
-    leapt = squared_discrepancy(optimal_policy([0.01, 0.99], [1.0, 0.0], beta, "log_prob", True), [0.01, 0.99])
-    assert leapt != pytest.approx(9.0, abs=0.1)
-
-
-@st.composite
-def problems(draw):
-    n = draw(st.integers(2, 50))
-    logits = draw(st.lists(st.floats(-18, 0), min_size=n, max_size=n))
-    advantages = draw(st.lists(st.floats(-5, 5).map(lambda a: round(a, 2)), min_size=n, max_size=n))
-    q = np.exp(np.array(logits) - max(logits))
-    return q / q.sum(), np.array(advantages)
-
-
-@settings(deadline=None, max_examples=40)
-@given(problems(), st.sampled_from(MEASURES), st.booleans(), st.floats(-12, 12))
-def test_is_a_distribution_that_beats_its_neighbours(problem, measure, one_sided, log_beta):
-    q, advantages = problem
-    beta = math.exp(log_beta)
-
-    def value(policy):
-        return policy @ advantages - beta / 2 * cost(policy, q, measure, one_sided)
-
-    policy = optimal_policy(q, advantages, beta, measure, one_sided)
-    assert np.isfinite(policy).all()
-    assert policy.min() >= 0
-    assert policy.sum() == pytest.approx(1, abs=1e-9)
-    best = value(policy)
-    slack = 1e-7 * (1 + beta)
-    assert best >= value(q) - slack
-    for corner in np.eye(len(q)):
-        for share in (1e-4, 1e-2, 0.5):
-            assert best >= value((1 - share) * policy + share * corner) - slack
-
-
-@settings(deadline=None, max_examples=30)
-@given(problems(), st.sampled_from(["prob_diff", "prob_ratio"]), st.booleans(), st.floats(0.001, 0.99))
-def test_budget_is_spent_or_slack(problem, measure, one_sided, share):
-    q, advantages = problem
-    free = optimal_policy(q, advantages, 0, measure, one_sided)
-    budget = share * squared_discrepancy(free, q, measure, one_sided)
-    policy, beta = budgeted_policy(q, advantages, budget, measure, one_sided)
-    spent = squared_discrepancy(policy, q, measure, one_sided)
-    assert spent == pytest.approx(budget, rel=1e-6) if beta > 0 else spent <= budget + 1e-15
 
 
 @sides

@@ -7,30 +7,23 @@ import shlex
 import statistics
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import trl
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from peft import LoraConfig, get_peft_model
-from transformers import AutoTokenizer
 
 from dc_trl.command.serve import make_parser
 from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
-from dc_trl.rollouts.vllm_backends import ServerGeneration
 from dc_trl.training.arguments import RunArguments
 
 from .helpers import (
     ROOT,
     TINY_MODEL,
     Rollouts,
-    distinct_characters,
     logged,
-    make_model,
     make_prompts,
     make_trainer,
 )
@@ -139,31 +132,6 @@ def test_tools_under_truncated_sampling(workplace, seen_by_the_loss):
     assert 0 < logged(trainer, "discrepancy/mean")[0] < 0.05
 
 
-def test_a_function_as_a_tool_and_a_template_that_trl_knows(workplace):
-    names = {}
-    exec(blocks("tools.md", "python")[1], names)
-    assert names["calculate"]("23+45") == "68"
-    tokenizer = AutoTokenizer.from_pretrained("dc_trl/assets/tiny_qwen3")
-    tokenizer.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
-    prompts = make_prompts(8).map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
-    trainer = make_trainer(
-        workplace / "run",
-        make_model(max_position_embeddings=2048),
-        lambda completions, **kwargs: distinct_characters([turns[-1]["content"] for turns in completions]),
-        deployment_scheme="bf16",
-        max_steps=1,
-        train_dataset=prompts,
-        processing_class=tokenizer,
-        tools=[names["calculate"]],
-    )
-    trainer.train()
-    (prompt, *_) = trainer._tokenize_prompts([prompts[0]["prompt"]])[0]
-    shown = tokenizer.decode(prompt)
-    assert '"name": "calculate"' in shown
-    assert "Computes a sum of whole numbers." in shown
-    assert logged(trainer, "tools/call_frequency") == [0.0]
-
-
 # --- LoRA and QLoRA
 
 
@@ -208,42 +176,6 @@ def test_a_packed_base_is_deployed_as_it_computes(tmp_path, load):
     for name, tensor in served.state_dict().items():
         if name in expected:
             assert torch.equal(tensor, again[name].bfloat16().float()), name
-
-
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
-def test_an_adapter_of_a_packed_base_that_is_no_sum_is_refused(options):
-    pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    quantization = BitsAndBytesConfig(load_in_4bit=True)
-    base = AutoModelForCausalLM.from_pretrained(TINY_MODEL, quantization_config=quantization)
-    if "lora_bias" in options:
-        for layer in base.model.layers:
-            layer.self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(256))
-    policy = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], **options))
-    with pytest.raises(ValueError, match=r"adapts 'model\.layers\.0\.self_attn\.q_proj', which load_in_4bit"):
-        list(policy_tensors(policy))
-
-
-def test_packed_weights_are_not_streamed():
-    """A parameter of a class that is named as bitsandbytes' stands for it: no device is asked anything."""
-
-    class Params4bit(torch.nn.Parameter):
-        pass
-
-    def generation(weight, weight_sync):
-        policy = torch.nn.Linear(2, 2)
-        policy.weight = weight
-        found = ServerGeneration.__new__(ServerGeneration)
-        found.model, found.weight_sync, found.deployment_scheme = policy, weight_sync, None
-        found.server_base_url, found.server_base_urls = "http://10.0.0.1:8000", None
-        found._urls = [found.server_base_url]
-        found.accelerator = SimpleNamespace(device=torch.device("cuda"))
-        return found
-
-    packed = Params4bit(torch.zeros(2, 2), requires_grad=False)
-    assert generation(packed, "auto")._choose_weight_sync() == "checkpoint"
-    assert generation(torch.nn.Parameter(torch.zeros(2, 2)), "auto")._choose_weight_sync() == "nccl"
 
 
 # --- several rewards

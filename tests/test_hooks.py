@@ -28,7 +28,7 @@ STANDARD_LIBRARY = {
 BATCHES = {"batch", "inputs", "slice_", "whole"}  # names of a batch in trainer.py and trainers/
 TRAINERS = {"self", "super()", "trainer", "self._trainer"}
 VLLM = pytest.param("vllm", marks=requires_vllm)
-NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_products", "dc_trl.serving.cpu_reload"}
+NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_reload"}
 
 # What each hook looked like when the code that leans on it was written; see `shape`.
 HOOKS: dict[str, str] = {
@@ -98,19 +98,10 @@ HOOKS: dict[str, str] = {
     "trl.generation.vllm_client.VLLMClient.reset_prefix_cache": "(self)",
     "trl.generation.vllm_client.VLLMClient._get": "(self, url, **kwargs)",
     "trl.generation.vllm_client.VLLMClient._post": "(self, url, **kwargs)",
-    "trl.generation.vllm_client.VLLMClient._generate_from_features": (
-        "(self, prompts, features, sampling_params, max_concurrent_requests)"
-    ),
-    "trl.generation.vllm_client.VLLMClient.image_features": "(self, images, max_concurrent_requests)",
     "trl.generation.vllm_client.VLLMClient.generate": (
         "(self, prompts, features, n, repetition_penalty, temperature, top_p, top_k, min_p, max_tokens, "
         "logprobs, structured_outputs_regex, generation_kwargs)"
     ),
-    "trl.TrlParser.parse_args_and_config": (
-        "(self, args, return_remaining_strings, fail_with_unknown_args, separate_remaining_strings)"
-    ),
-    "trl.TrlParser.set_defaults_with_config": "(self, **kwargs)",
-    "trl.GRPOConfig._VALID_DICT_FIELDS": "list",
     "trl.trainer.utils.create_model_from_path": "(model_id, architecture, **kwargs)",
     "trl.trainer.utils.get_config_model_id": "(config)",
     "trl.trainer.utils.split_pixel_values_by_grid": "(batch)",
@@ -148,7 +139,7 @@ HOOKS: dict[str, str] = {
     "peft.tuners.lora.Linear": "class",
     "peft.tuners.lora.Embedding": "class",
     "peft.tuners.lora.ParamWrapper": "class",
-    "transformers.Trainer._load_rng_state": "(self, checkpoint)",
+    "torch.Tensor._version": "getset_descriptor",
     "torch.cpu._init_amx": "()",
     "torch.ops.aten._scaled_mm": "(*args, **kwargs)",
     "peft.utils.integrations.dequantize_module_weight": "(module)",

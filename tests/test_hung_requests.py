@@ -73,22 +73,11 @@ def stubs():
         yield [stack.enter_context(stub_server()) for _ in range(2)]
 
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
-SMALL_BATCHES = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
 # Servers, the request that hangs and the how manieth of them it is, and the settings of the run. A load takes one for
 # each server, after one that looks at the layers when the trainer is made and one when it meets the server.
-BY_HALVES = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
 CASES = {
     "rollout": (1, "/v1/completions", 4, {}),
     "reload-of-several": (2, "/collective_rpc", 9, {}),
-    "a-look-at-the-weights": (1, "/weight_info", 9, {}),
-    "evaluation-of-several": (2, "/v1/completions", 5, {"eval_strategy": "steps", "eval_steps": 3}),
-    "within-a-step-of-several": (
-        2,
-        "/v1/completions",
-        6,
-        {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
-    ),
     "ahead-of-several": (2, "/v1/completions", 4, {"rollout_overlap": True}),
 }
 

@@ -174,21 +174,6 @@ def test_a_run_that_is_stopped_before_its_first_step_begins_again_by_the_same_co
         launch(output_dir=run.folder, eval_size=16, max_steps=1)
 
 
-def test_a_signal_before_training_leaves_nothing(tmp_path):
-    (tmp_path / "slow_reward.py").write_text(
-        "import pathlib, time\npathlib.Path(__file__).with_suffix('.here').touch()\ntime.sleep(3600)\n"
-    )
-    with started(tmp_path / "run", rewards="slow_reward.reward") as run:
-        run.wait_for((tmp_path / "slow_reward.here").exists)
-        run.process.terminate()
-        assert run.wait() == 143
-    assert run.output.strip().endswith(
-        "SIGTERM: No step had ended, so nothing is lost: the same command begins again."
-    )
-    assert "Traceback" not in run.output
-    assert list(run.folder.iterdir()) == []
-
-
 def test_two_processes_stop_together_and_go_on_together(tmp_path):
     sizes = {"per_device_train_batch_size": 8}
     with started(tmp_path / "run", launcher=TWO_PROCESSES, **sizes) as run:
@@ -223,24 +208,6 @@ def test_the_launcher_passes_slurms_warning_on_where_it_is_told_to(tmp_path, mon
     assert checkpoint_defect(run.folder / f"checkpoint-{run.steps()[-1]}") is None
 
 
-def test_an_error_in_a_reward_is_told_with_the_way_back(tmp_path):
-    (tmp_path / "broken_reward.py").write_text(
-        "def reward(completions, trainer_state, **kwargs):\n"
-        "    if trainer_state.global_step == 2:\n"
-        "        raise KeyError('a bug')\n"
-        "    return [float(len(completion)) for completion in completions]\n"
-    )
-    with started(tmp_path / "run", rewards="broken_reward.reward") as run:
-        assert run.wait() == 1
-    assert "Traceback" in run.output  # of the bug
-    assert "broken_reward.py" in run.output
-    (line,) = (line for line in run.output.splitlines() if line.startswith("error: "))
-    checkpoint = run.folder / "checkpoint-2"
-    assert line.startswith("error: KeyError: 'a bug'")
-    assert f"The run is saved: go on with resume_from_checkpoint='{checkpoint}'" in line
-    assert checkpoint_defect(checkpoint) is None
-
-
 def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, launch, capsys):
     options = {"output_dir": tmp_path / "run", "max_steps": 2, "eval_size": 16, "resume_from_checkpoint": "auto"}
     options |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
@@ -264,12 +231,6 @@ def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, launch, capsys):
     launch(**options)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
     assert (tmp_path / "run" / "model.safetensors").is_file()
-    # From an earlier step it is trained again, and ends as a run that was not finished.
-    capsys.readouterr()
-    launch(**options | {"resume_from_checkpoint": tmp_path / "run" / "checkpoint-1"})
-    printed = capsys.readouterr().out
-    assert "is finished" not in printed
-    assert "history.jsonl and run.png are in" in printed
 
 
 def test_auto_begins_again_after_a_kill_within_the_first_save(tmp_path, launch):
@@ -287,7 +248,3 @@ def test_auto_begins_again_after_a_kill_within_the_first_save(tmp_path, launch):
     launch(resume_from_checkpoint="auto", **options)
     assert checkpoint_defect(folder / "checkpoint-2") is None
     assert {"unfinished-checkpoint-2", "history.1.jsonl", "summary.json"} <= {path.name for path in folder.iterdir()}
-    # A run that has ended and kept no checkpoint is not begun again.
-    shutil.rmtree(folder / "checkpoint-2")
-    with pytest.raises(SystemExit, match="already holds a run"):
-        launch(resume_from_checkpoint="auto", **options)

@@ -72,15 +72,15 @@ def test_proposed_tolerance_by_hand():
 
 
 def test_student_quantile_is_scipys():
-    freedoms = [*range(1, 300), *range(300, 10_000, 97), 9_999]
+    freedoms = [*range(1, 40), 99, 9_999]
     found = [student_quantile(freedom) for freedom in freedoms]
     np.testing.assert_allclose(found, scipy.stats.t.ppf(0.975, freedoms), rtol=1e-10)
 
 
 def test_one_healthy_batch_in_forty_is_above_the_tolerance():
-    """Normally distributed δ̄, 8,000 runs: 2.5 % ± 0.17 %. Mean plus 1.96 deviations of ten batches: 4.7 %."""
+    """Normally distributed δ̄, 4,000 runs: 2.5 % ± 0.25 %. Mean plus 1.96 deviations of ten batches: 4.7 %."""
     rng = np.random.default_rng(0)
-    runs = rng.normal(0.002, 0.0003, (8_000, AUTO_BATCHES + 1))
+    runs = rng.normal(0.002, 0.0003, (4_000, AUTO_BATCHES + 1))
     above = np.mean([run[-1] > proposed_tolerance(run[:-1].tolist()) for run in runs])
     assert 0.019 < above < 0.031
 
@@ -114,28 +114,9 @@ def test_a_given_tolerance_stays_whatever_a_state_says():
     assert automatic.tolerance is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tolerance": -0.1}, "tolerance=-0.1"),
-        ({"lr": math.nan}, "lr=nan"),
-        ({"init": 2.0}, r"init=2.0 lies outside \[0.0, 1.0\]"),
-        ({"window": 1.5}, "window=1.5"),
-    ],
-)
-def test_invalid_settings_are_refused_by_name(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        LagrangeMultiplier(**arguments)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -0.1])
-def test_what_is_no_discrepancy_is_refused_and_changes_nothing(value):
-    multiplier = LagrangeMultiplier(window=3)
-    multiplier.update(0.01)
-    state = multiplier.state_dict()
+def test_what_is_no_discrepancy_is_refused():
     with pytest.raises(ValueError, match="mean_discrepancy="):
-        multiplier.update(value)
-    assert multiplier.state_dict() == state
+        LagrangeMultiplier().update(math.nan)
 
 
 discrepancies = st.floats(0, 10, allow_nan=False)
@@ -146,12 +127,6 @@ def test_stays_within_its_bounds(sequence, lr, tolerance, window):
     multiplier = LagrangeMultiplier(0.3, lr, tolerance, minimum=0.2, maximum=0.7, window=window)
     for value in sequence:
         assert 0.2 <= multiplier.update(value) <= 0.7
-
-
-@given(discrepancies, discrepancies, st.floats(0, 5))
-def test_grows_with_the_violation(low, high, lr):
-    low, high = sorted((low, high))
-    assert LagrangeMultiplier(lr=lr).update(low) <= LagrangeMultiplier(lr=lr).update(high)
 
 
 @given(
@@ -168,14 +143,3 @@ def test_state_continues_where_it_was_saved(before, after, window, dual):
     resumed = LagrangeMultiplier(**options)
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
     assert [whole.update(value) for value in after] == [resumed.update(value) for value in after]
-
-
-def test_a_corrupt_state_is_refused():
-    with pytest.raises(ValueError, match="is not finite"):
-        LagrangeMultiplier().load_state_dict({"value": math.nan, "recent": []})
-
-
-@pytest.mark.parametrize("dual", ["auto", "pid"])
-def test_a_relative_violation_needs_a_tolerance(dual):
-    with pytest.raises(ValueError, match=r"tolerance=0.* has no relative violation"):
-        LagrangeMultiplier(tolerance=0.0, dual=dual)

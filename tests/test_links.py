@@ -1,8 +1,6 @@
 """Nothing that is written goes through a link: planted at every name that a run and its reports have written."""
 
-import ast
 import os
-import re
 from contextlib import suppress
 
 import pytest
@@ -128,39 +126,6 @@ def test_writers_replace_or_refuse(tmp_path, kind):
     assert not link.is_symlink()
     assert target.read_text() == "mine"
     assert not (tmp_path / "nothing").exists()
-
-
-# Calls that open a file for writing by its name, beside those of files.py; each in a folder that was just made.
-ALLOWED = {
-    "report/run_report.py": "a figure into memory",
-    "report/figures.py": "a figure into memory",
-    "rollouts/buffer.py": "within a checkpoint that is being made",
-    "rollouts/background.py": "within a checkpoint that is being made",
-    "rollouts/replica.py": "within a checkpoint that is being made",
-    "grading/worker.py": "/dev/null, and the pipe of the pool",
-    "rollouts/overlap.py": "in a checkpoint that is not there yet",
-    "quantization/checkpoint.py": "in a folder that was just made",
-}
-
-
-def test_only_files_py_opens_files_for_writing():
-    found = set()
-    for path in sorted((ROOT / "dc_trl").rglob("*.py")):
-        name = str(path.relative_to(ROOT / "dc_trl"))
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            modes = [
-                arg.value
-                for arg in (*node.args, *(keyword.value for keyword in node.keywords))
-                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
-            ]
-            of_path = isinstance(node.func, ast.Attribute) and called in ("write_text", "write_bytes", "savefig")
-            opened = called in ("open", "fdopen") and any(re.fullmatch(r"[rwax]b?\+?b?", mode) for mode in modes)
-            if of_path or called == "save_file" or (opened and not all(re.fullmatch("rb?", mode) for mode in modes)):
-                found.add(name)
-    assert found - {"files.py"} <= set(ALLOWED), found - set(ALLOWED)
 
 
 def test_a_disk_that_is_full_names_the_file(small_disk):

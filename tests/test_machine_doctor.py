@@ -11,11 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dc_trl.doctor import run, smoke
-from dc_trl.doctor.block import block, bottom_line, facts, publishable
 from dc_trl.doctor.run import (
     DEFAULT_SCHEMES,
     REPLICA_SCHEMES,
@@ -23,13 +20,16 @@ from dc_trl.doctor.run import (
     Check,
     Result,
     Setup,
+    block,
+    bottom_line,
+    facts,
     plan_checks,
     run_checks,
 )
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 
 from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL
-from .vllm_server import alive, requires_vllm, wait_until_gone
+from .vllm_server import requires_vllm, wait_until_gone
 
 
 SECRET = "hf_abcdefghijklmnop1234"
@@ -38,75 +38,32 @@ SECRET = "hf_abcdefghijklmnop1234"
 # --- what is published
 
 
-@pytest.fixture(scope="module")
-def alice():
-    """The environment of a user with a secret, and a home folder somewhere else than usual."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", "/data/people/alice")
-        patch.setenv("USER", "alice")
-        patch.setenv("LOGNAME", "alice")
-        patch.setenv("MY_API_KEY", "open sesame 42")
-        yield
-
-
-PRIVATE = [
-    "/data/people/alice/runs/x.py",
-    "/data/people/alice",
-    "/home/bob/.cache/thing",
-    "/Users/carol/x",
-    "/root/.netrc",
-    "alice",
-    "alice@somewhere",
-    socket.gethostname(),
-    "http://10.1.2.3:8000/v1",
-    "open sesame 42",
-    SECRET,
-    "https://user:pass@host.org/path",
-    "Bearer abcdef",
-]
-FORBIDDEN = re.compile(
-    r"alice|/home/|/Users/|/root\b|bob|carol|10\.1\.2\.3|sesame|hf_abc|user:pass|abcdef|"
-    rf"\b{re.escape(socket.gethostname())}\b"
-)
-
-
-@given(
-    st.lists(st.sampled_from(PRIVATE), min_size=1, max_size=4),
-    st.sampled_from([" ", ", ", "\n", " ('", "', '", " (", "): "]),
-)
-def test_the_block_holds_nothing_private(alice, words, between):
-    text = between.join(["", *words, ""])
-    assert FORBIDDEN.search(text)
+def test_the_block_holds_nothing_private(monkeypatch):
+    monkeypatch.setenv("HOME", "/data/people/alice")
+    monkeypatch.setenv("MY_API_KEY", "open sesame 42")
+    text = f"/data/people/alice/runs/x.py ('/home/bob/.cache'): /Users/carol/x, {socket.gethostname()} open sesame 42"
+    text += f" {SECRET}\nhttps://user:pass@host.org/path ``` Bearer abcdef"
     results = [
         Result("device", "passed", 1.0, "", {"GPU 0": text, "note": text}),
         Result("server:fp8", "failed", 2.0, text, {"vLLM": text}),
-        Result("step:fp8", "left out", 0.0, text),
     ]
-    shown = block(results, {"packages": text, "CUDA_VISIBLE_DEVICES": text}, text)
-    assert not FORBIDDEN.search(shown), shown
+    shown = block(results, {"packages": text}, text)
+    private = ["alice", "/home/", "/Users/", "bob", "carol", "sesame", "hf_abc", "user:pass", "abcdef"]
+    assert not [word for word in [*private, socket.gethostname()] if word in shown]
     assert shown.startswith("```text\n")
     assert shown.endswith("\n```")
     assert shown.count("```") == 2
 
 
-def test_what_is_not_private_stays(alice):
-    plain = "vLLM 0.31.0+cpu on 127.0.0.1:8000, driver 580.82.07, /dev/shm, /rooted/x, malice, cuda:0"
-    assert publishable(plain) == plain
-    assert publishable("see /data/people/alice/x.log") == "see ~/x.log"
-    assert publishable("end ``` it") == "end ''' it"
-
-
-def test_the_block_says_what_works_what_failed_and_what_was_left_out():
+def test_the_block_says_what_works_and_what_failed():
     results = [
         Result("device", "passed", 3.0),
         Result("step:fp8", "passed", 3.0),
         Result("server:fp8", "failed", 41.5, "ServerError: no kernel", {"vLLM": "0.31.0"}),
-        Result("server:int8", "left out", reason="no time was left"),
     ]
     shown = block(results, facts(), "runs/doctor.log")
     assert re.search(r"^packages: dc_trl .*torch \d", shown, re.MULTILINE)
-    assert re.search(r"^server:fp8 +failed +41\.5 +ServerError: no kernel; vLLM 0\.31\.0$", shown, re.MULTILINE)
-    assert re.search(r"^server:int8 +left out +0\.0 +no time was left$", shown, re.MULTILINE)
+    assert "\nserver:fp8: failed in 41.5 s: ServerError: no kernel; vLLM 0.31.0\n" in shown
     assert bottom_line(results) in shown
     assert bottom_line(results) == (
         "bottom line: trains with the replica in fp8; trains with a vLLM server in no scheme; failed: server:fp8"
@@ -164,22 +121,22 @@ def checks_of(*names, seconds=60.0):
 
 @pytest.fixture
 def at_root(monkeypatch, tmp_path):
-    """A setup for probes of the tests, whose processes import them from here; they leave their ids at its `model`."""
+    """A setup for probes of the tests, whose processes import them from here."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", None)
-    yield Setup(str(tmp_path / "ids"), "cpu", str(tmp_path / "log"))
+    yield Setup(str(TINY_MODEL), "cpu", str(tmp_path / "log"))
     assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_what_raises_or_crashes_is_reported_and_the_rest_goes_on(at_root):
-    results = list(run_checks(checks_of("raises", "is_killed", "exits", "passes"), at_root, 300))
+    results = list(run_checks(checks_of("raises", "is_killed", "exits", "passes"), at_root))
     assert [result.status for result in results] == ["failed", "failed", "failed", "passed"]
     assert [result.reason for result in results[:3]] == [
         "LookupError: no kernel\nfor this, key=abcdefgh12345678",
-        "its process was ended by SIGKILL",
-        "its process was ended by exit code 3",
+        "its process ended with exit code -9",
+        "its process ended with exit code 3",
     ]
     assert [result.found for result in results[:3]] == [{"litter": "made"}, {"start": 8.0}, {}]
     log = Path(at_root.log).read_text()
@@ -188,15 +145,13 @@ def test_what_raises_or_crashes_is_reported_and_the_rest_goes_on(at_root):
 
 
 @pytest.mark.long
-def test_what_hangs_is_ended_with_all_that_it_started(at_root, monkeypatch):
+def test_what_hangs_is_ended(at_root, monkeypatch):
     """Also where it does not hear SIGTERM."""
     monkeypatch.setattr(run, "_GRACE", 3.0)
-    results = list(run_checks([*checks_of("hangs_deaf", seconds=20.0), *checks_of("passes")], at_root, 300))
+    results = list(run_checks([*checks_of("hangs", seconds=20.0), *checks_of("passes")], at_root))
     assert [result.status for result in results] == ["failed", "passed"]
-    assert results[0].reason == "it had not ended after 20 s"
-    assert results[0].found == {"start": 9.0}
-    ids = map(int, Path(at_root.model).read_text().split())
-    assert not alive([psutil.Process(pid) for pid in ids if psutil.pid_exists(pid)])
+    assert results[0].reason == "its process had not ended after 20 s"
+    assert not psutil.pid_exists(results[0].found["process"])
 
 
 # --- the whole
@@ -217,7 +172,7 @@ def doctor(folder, *words, python=sys.executable):
 
 def statuses_in(shown):
     """How each check ended, as the block says it."""
-    lines = re.finditer(r"^(\S+) +(passed|failed|left out)  ", shown.partition("```text")[2], re.MULTILINE)
+    lines = re.finditer(r"^(\S+): (passed|failed) in ", shown.partition("```text")[2], re.MULTILINE)
     return {line[1]: line[2] for line in lines}
 
 
@@ -252,7 +207,7 @@ def test_it_leaves_nothing_running_when_it_is_stopped(tmp_path, how, monkeypatch
 def test_a_real_server(at_root, tmp_path, monkeypatch):
     """vLLM is more exact than the format, and has the new weights after the first step."""
     (check,) = (check for check in plan_checks(["int8"]) if check.name == "server:int8")
-    (result,) = run_checks([check], Setup(str(TINY_MODEL), "cpu", at_root.log), 840)
+    (result,) = run_checks([check], at_root)
     assert result.status == "passed", result
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     server, replica = result.found, found_by(smoke.step, "int8")

@@ -116,23 +116,6 @@ def test_no_number_and_minus_infinity(tmp_path, tokenizer, seen_by_the_loss):
 # --- the names on the page
 
 
-@pytest.mark.parametrize(
-    ("fields", "on", "loss", "epsilon"),
-    [
-        ({"use_vllm": True}, True, "dapo", 0.2),
-        ({"use_vllm": True, "rollout_correction": "icepop"}, False, "dapo", 0.2),
-        ({"recipe": "paper", "use_vllm": True}, False, "grpo", 0.24),
-    ],
-)
-def test_what_takes_the_place_of_trls_correction(tmp_path, fields, on, loss, epsilon):
-    config = DCGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **fields)
-    theirs = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    assert (config.vllm_importance_sampling_correction, config.loss_type, config.epsilon) == (on, loss, epsilon)
-    for name in ("mode", "clip_max", "clip_min"):
-        name = f"vllm_importance_sampling_{name}"
-        assert getattr(config, name) == getattr(theirs, name)
-
-
 NAMED = ("rollout_correction", "constraint_form")  # fields whose values are names of functions
 
 
@@ -181,11 +164,3 @@ def test_a_preset_of_two_is_the_product_of_verls_weight_and_mask(tmp_path, level
     train = torch.tensor(ratios, dtype=torch.float64).log()
     tokens = SampledTokens(train, torch.zeros_like(train), torch.ones_like(train).bool(), torch.ones(len(ratios)))
     torch.testing.assert_close(correction_of(settings)(tokens), torch.tensor(expected, dtype=torch.float64))
-
-
-def _root(threshold, outside, inside):
-    for _ in range(60):
-        middle = (outside + inside) / 2
-        beyond = middle - 1 - math.log(middle) > threshold
-        outside, inside = (middle, inside) if beyond else (outside, middle)
-    return inside

@@ -79,20 +79,3 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path):
         assert LOCK_FILE not in os.listdir(run)
         make_trainer(run).train()  # by the same process
         trainer.train()  # and the same trainer
-
-
-def test_the_process_that_holds_it_may_take_it_again(tmp_path):
-    def other_is_refused():
-        code = "import sys; from dc_trl.files import lock_output\nwith lock_output(sys.argv[1]): pass"
-        done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
-        return f"in use by another run, process {os.getpid()}" in done.stderr
-
-    with lock_output(tmp_path):
-        with lock_output(str(tmp_path)):
-            pass
-        if (child := os.fork()) == 0:
-            os._exit(0)  # its copy goes, ours stays
-        os.waitpid(child, 0)
-        assert other_is_refused()
-    assert not other_is_refused()
-    assert os.listdir(tmp_path) == []

@@ -1,8 +1,6 @@
 """Several servers in place of one: how prompts are spread, and what becomes of them when a server fails."""
 
-import json
 import random
-import threading
 from collections import Counter
 from contextlib import ExitStack
 
@@ -11,7 +9,7 @@ import torch
 
 from dc_trl.serving import connection as connection_module
 from dc_trl.serving.client import ServerClient, Weights
-from dc_trl.serving.connection import Deadline, Patience
+from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.pool import ServerPool
 
@@ -58,7 +56,7 @@ def no_pauses(monkeypatch):
 def make_pool(stubs, lines, fits=lambda client: None, **patience):
     waits = Patience(**{"server_timeout": 60.0, "prefix": "vllm_"} | patience)
     urls = [stub.url for stub in stubs]
-    return ServerPool(urls, fits=fits, start_timeout=60.0, patience=waits, deadline=Deadline(60), report=lines.append)
+    return ServerPool(urls, fits=fits, start_timeout=60.0, patience=waits, report=lines.append)
 
 
 @pytest.fixture
@@ -125,38 +123,6 @@ def test_one_server_gets_the_seeds_that_several_get_also_when_it_is_asked_again(
     assert generate(client, 1) == expected_rollout()
 
 
-def test_prompts_with_images_get_seeds_too(stubs):
-    asked = []
-
-    def complete(path, body):
-        if path != "/inference/v1/generate":
-            return answered(path, body)
-        asked.append((body["features"]["image"], body["sampling_params"]["seed"]))
-        image = body["features"]["image"]
-        logprobs = {"content": [{"token": f"token_id:{image}", "logprob": -1.0, "top_logprobs": []}]}
-        choice = {"index": 0, "token_ids": [image], "logprobs": logprobs, "finish_reason": "stop"}
-        return 200, json.dumps({"choices": [choice]})
-
-    answered, stubs[0].answer = stubs[0].answer, complete
-    client = ServerClient(stubs[0].url)
-    features = [{"image": number} for number in range(len(PROMPTS))]
-    for _ in range(2):
-        torch.manual_seed(0)
-        output = client.generate(PROMPTS, features=features, n=1)
-        assert output["prompt_ids"] == PROMPTS
-        assert output["completion_ids"] == [[number] for number in range(len(PROMPTS))]
-    first, second = asked[: len(PROMPTS)], asked[len(PROMPTS) :]
-    assert sorted(first) == sorted(second)
-    assert len({seed for _, seed in first}) == len(PROMPTS)
-
-
-def test_a_rollout_of_one_server_ends_in_its_time(stubs):
-    stubs[0].completes = None  # it never answers
-    client = ServerClient(stubs[0].url)
-    with client.connection.task(Deadline(1.0)), pytest.raises(ServerError, match=r"within the|no time is left"):
-        generate(client)
-
-
 def test_all_servers_hold_the_weights_before_the_first_prompt_goes_out(stubs, lines, weights):
     pool = make_pool(stubs, lines)
     for each in weights[:3]:
@@ -213,24 +179,6 @@ def test_a_lost_server_takes_prompts_again_once_it_has_loaded_the_present_weight
     assert f"vLLM at {away.url} is back" in lines[1]
 
 
-def test_a_server_that_came_back_and_does_not_fit_stays_out(stubs, lines, weights):
-    unfit = []
-
-    def fits(client):
-        if client.base_url in unfit:
-            raise ServerError("the server's model has 3 layers")
-
-    pool = make_pool(stubs, lines, fits=fits)
-    pool.load(weights[0])
-    stubs[0].failures = {"/v1/completions": 1}
-    generate(pool)
-    unfit.append(stubs[0].url)
-    for _ in range(3):
-        assert len(generate(pool)["completion_ids"]) == 3 * len(PROMPTS)
-    assert len(lines) == 2  # lost, then why it is not taken up; once each
-    assert "3 layers" in lines[1]
-
-
 def test_weights_that_change_in_a_rollout_make_its_completions_void(stubs, lines, weights):
     pool = make_pool(stubs, lines)
     pool.load(weights[0])
@@ -248,34 +196,6 @@ def test_weights_that_change_in_a_rollout_make_its_completions_void(stubs, lines
     generate(pool)
     assert changed.version == weights[0].version  # it was loaded again
     assert pool.servers[1].lost is None
-
-
-def test_no_more_prompts_go_to_a_server_than_it_runs_at_once(stubs, lines):
-    for stub in stubs:
-        stub.sequences = 3  # one prompt's completions; one more prompt may wait
-    pool = make_pool(stubs[:2], lines)
-    together, most, lock = Counter(), Counter(), threading.Lock()
-    second = [threading.Event() for _ in stubs]
-
-    def counted(number):
-        def complete(body):
-            with lock:
-                together[number] += 1
-                most[number] = max(most[number], together[number])
-                if most[number] > 1:
-                    second[number].set()
-            second[number].wait()  # the first one is answered when there is another one beside it
-            with lock:
-                together[number] -= 1
-            return answer(body)
-
-        return complete
-
-    for number, stub in enumerate(stubs):
-        stub.completes = counted(number)
-    generate(pool)
-    assert most == {0: 2, 1: 2}
-    assert sum(server.answered for server in pool.servers) == len(PROMPTS)
 
 
 def test_when_all_are_lost_they_are_tried_again_and_answers_are_kept(stubs, lines, weights, no_pauses):
@@ -315,17 +235,6 @@ def test_when_all_are_lost_they_are_tried_again_and_answers_are_kept(stubs, line
 def make_trainer(output_dir, urls, **options):
     fields = at_server(None) | {"vllm_server_base_urls": urls, "vllm_server_timeout": 60.0} | options
     return helpers.make_trainer(output_dir, make_model(64), **fields)
-
-
-def test_training_samples_from_all_servers_and_so_do_its_evaluations(stubs, tmp_path):
-    trainer = make_trainer(tmp_path, [stub.url for stub in stubs], max_steps=2, generation_batch_size=16)
-    trainer.train()
-    assert all(stub.bodies for stub in stubs)
-    assert {stub.version for stub in stubs} == {trainer.vllm_generation.weight_version}
-    for stub in stubs:
-        stub.bodies.clear()
-    assert len(trainer.deployed_completions(["1+1=", "2+2=", "3+3="])) == 3
-    assert [len(stub.bodies) for stub in stubs] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

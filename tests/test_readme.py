@@ -3,14 +3,12 @@
 import json
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
 
 import psutil
 import pytest
-from markdown_it import MarkdownIt
 
 from .helpers import ROOT
 from .vllm_server import requires_vllm
@@ -109,7 +107,7 @@ def test_the_command_that_starts_a_vllm_server(workplace):
 @requires_vllm
 def test_the_evaluation(workplace):
     output = run([*the_command("evaluate"), "--limit", "32"], workplace)
-    assert "arithmetic avg@4" in output
+    assert "arithmetic, k = 4" in output
     assert "second is" in output
     assert {path.name for path in (workplace / "runs" / "evaluation").iterdir()} == {"bf16", "fp8"}
 
@@ -120,8 +118,7 @@ def test_the_evaluation(workplace):
 def test_the_calibration(workplace):
     output = run([*the_command("calibrate"), "--prompts", "16", "--samples", "2"], workplace)
     assert "proposed ε" in output
-    names = {path.name for path in (workplace / "runs" / "calibration").iterdir()}
-    assert names >= {"calibration.json", "probabilities.png"}
+    assert (workplace / "runs" / "calibration" / "calibration.json").is_file()
 
 
 @pytest.mark.long
@@ -147,32 +144,3 @@ def test_make_targets():
     for target in ("test", "test-all", "quickstart"):
         assert re.search(rf"^make {target}\b(?!-)", ci, re.MULTILINE), target
     assert "quickstart-vllm" in targets
-
-
-@pytest.mark.parametrize("address", [None, "https://example.org/me/dc_trl"])
-def test_on_a_package_index_no_link_leads_into_the_repository(address):
-    """Links and images as a Markdown reader sees them."""
-
-    def targets(text):
-        tokens = [
-            token
-            for block in MarkdownIt("commonmark").enable("table").parse(text)
-            for token in [block, *(block.children or ())]
-        ]
-        links = [token.attrs["href"] for token in tokens if token.type == "link_open"]
-        html = "".join(token.content for token in tokens if token.type in ("html_block", "html_inline"))
-        return links, re.findall(r'src="([^"]+)"', html)
-
-    shown = runpy.run_path(str(ROOT / "setup.py"))["description"](README, address)
-    links, images = targets(README)
-    absolute = [link for link in links if link.startswith("http")]
-    assert len(images) == 2
-    assert len(absolute) < len(links)
-    if address is None:
-        assert targets(shown) == (absolute, [])
-        assert "*The output of" not in shown  # a caption
-        assert "The FP8 policy answers" in shown
-        assert "(Which one, when)" in shown
-    else:
-        expected = [link if link.startswith("http") else f"{address}/blob/main/{link}" for link in links]
-        assert targets(shown) == (expected, [f"{address}/raw/main/{image}" for image in images])

@@ -12,16 +12,14 @@ import httpx
 import pytest
 import torch
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dc_trl import calibrate
 from dc_trl.rollouts.replica import Replica
 from dc_trl.training.arguments import RunArguments
 from dc_trl.training.build import build_trainer
 
-from .helpers import ROOT, floor_and_format, largest_allocation, logged, tensors_in
+from .helpers import ROOT, floor_and_format, logged, tensors_in
 from .vllm_server import Serve, requires_vllm
 
 
@@ -59,14 +57,6 @@ def policy():
 
 
 # The vocabulary lacks six control characters, and the bytes that only begin code points from U+40000 on.
-@given(
-    text=st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs", "Cc"])) | st.text("0123456789 .,\n\t")
-)
-def test_the_tokenizer_gives_its_text_back(real_tokenizer, text):
-    ids = real_tokenizer(text)["input_ids"]
-    assert real_tokenizer.decode(ids) == text
-    digits = [token for token in map(real_tokenizer.decode, ids) if any(letter in "0123456789" for letter in token)]
-    assert all(len(token.strip()) == 1 for token in digits), "each digit is a token"
 
 
 def test_the_mismatch_is_that_of_thirty_layers(policy, real_tokenizer):
@@ -76,7 +66,6 @@ def test_the_mismatch_is_that_of_thirty_layers(policy, real_tokenizer):
     assert 0.002 < bf16.estimates["discrepancy"].value < 0.02
     assert 0.02 < fp8.estimates["discrepancy"].value < 0.06  # the toy's is 0.002
     assert 0.02 < fp8.estimates["k3_kl"].value < 0.08  # the toy's is 0.0004
-    assert fp8.unscored == bf16.unscored == 0
 
 
 @pytest.mark.parametrize(("scheme", "least", "most"), [("fp8", 0.4, 1.2), ("int4", 0.02, 0.2)])
@@ -84,15 +73,6 @@ def test_the_floor_is_that_of_rounded_activations(policy, real_tokenizer, scheme
     ids = real_tokenizer(" ".join(questions(8)), return_tensors="pt").input_ids[:, :128]
     floor, of_the_format = floor_and_format(policy, ids, scheme)
     assert least < floor / of_the_format < most
-
-
-def test_the_replica_holds_little_beside_its_weights(policy):
-    replica = Replica(policy, "fp8")
-    config = GenerationConfig(max_new_tokens=2, do_sample=True, top_k=0, pad_token_id=2, eos_token_id=[2])
-    prompts = [list(range(100, 146))] * 32
-    # The largest are the inputs of down_proj, 32 × 46 × 1,536, and the scores, 32 × 49,152, both in float32. The
-    # output heads of 32 rows in bfloat16 would be 1.8 GB.
-    assert largest_allocation(lambda: replica.generate(prompts, config, 1.0)) < 50e6
 
 
 def run(folder, **fields):

@@ -2,11 +2,8 @@
 
 import json
 import logging
-import subprocess
-import sys
 from functools import partial
 
-from rich.cells import cell_len
 from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
@@ -19,27 +16,7 @@ from dc_trl.records.tables import weighted_sum
 from dc_trl.report.tables import facts_table, outcome_table
 from dc_trl.resuming.checkpoints import write_manifest
 
-from .helpers import ROOT, make_config, make_model, make_prompts
-
-
-TABLE = """
-from dc_trl.records.tables import print_table
-print_table(["", "before [x]"], [["w" * 130, "1"], ["δ̄ 漢字 " * 20, "[bold]2"]], "t" * 200)
-"""
-
-
-def test_a_table_in_a_file_is_as_wide_as_its_cells():
-    printed = subprocess.run(
-        [sys.executable, "-c", TABLE], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    title, *lines = printed.splitlines()
-    assert title == "t" * 200
-    assert "…" not in printed
-    assert len(lines) == 6  # borders, head, and one line for each row
-    for cell in ("w" * 130, "δ̄ 漢字 " * 20, "before [x]", "[bold]2"):
-        assert sum(cell.strip() in line for line in lines) == 1
-    assert len({cell_len(line) for line in lines}) == 1
-    assert cell_len(lines[0]) < 160
+from .helpers import make_config, make_model, make_prompts
 
 
 def test_a_weighted_sum_in_words():
@@ -56,10 +33,6 @@ def zero_or_one(completions, **kwargs):
 
 def below_zero(completions, **kwargs):
     return [None if len(completion) % 3 == 0 else -len(completion) / 8 for completion in completions]
-
-
-def nothing(completions, **kwargs):
-    return [None] * len(completions)
 
 
 def trained(folder, tokenizer, rewards, resume=None, steps=2, bars=True, **fields):
@@ -102,12 +75,6 @@ def test_the_greedy_reward_is_the_weighted_sum_in_table_report_and_card(tmp_path
     assert measured["greedy reward"][1].startswith(f"{greedy:.3f} ±")
     write_run_card(trainer, None, None, [])
     assert f"{greedy:.3f} ±" in (tmp_path / "README.md").read_text()
-
-
-def test_no_function_scores_what_is_held_out(tmp_path, tokenizer, capsys):
-    _, summary = trained(tmp_path, tokenizer, [nothing], bars=False, steps=1)
-    assert "greedy" not in summary["before"]
-    assert "greedy reward" not in capsys.readouterr().out
 
 
 def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, tokenizer, capsys, monkeypatch):

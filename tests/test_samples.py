@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from dc_trl.evaluation.samples import Sample, SampleStore
 
 
@@ -22,19 +20,9 @@ def test_samples_come_back_as_they_were_without_one_that_was_cut_short(tmp_path)
         store.add(sample)
         lines = file.read_text().splitlines()
         assert [tuple(json.loads(line).values()) for line in lines] == samples[: written + 1]
-    store.close()
     whole = file.read_bytes()
     file.write_bytes(whole + whole[:40])
     again = SampleStore(store.folder, SETTINGS)
     assert list(again.samples.values()) == samples
     again.add(make_sample("c", 0))
-    again.close()
     assert len(SampleStore(store.folder, SETTINGS).samples) == 4
-
-
-def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
-    store = SampleStore(tmp_path, SETTINGS)
-    with pytest.raises(ValueError, match="is in use by another evaluation: choose another output directory"):
-        SampleStore(tmp_path, SETTINGS)
-    store.close()
-    SampleStore(tmp_path, SETTINGS).close()

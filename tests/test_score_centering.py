@@ -11,7 +11,7 @@ from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.score_centering import ScoreCentering
 from dc_trl.rollouts.truncation import Choices, Kept, KeptLogProb, Named, NamedLogProb
 
-from .helpers import make_model, make_trainer
+from .helpers import logged, make_model, make_trainer
 
 
 WORDS = 12
@@ -68,10 +68,12 @@ def test_the_mean_score_is_that_of_a_sum_over_the_vocabulary(policy, batch, name
         p = log_p.exp()
         weights = WEIGHTS[name](p / q, p, q, advantages.sign().view(3, 1, 1).expand_as(p))
     direct = (weights * q * log_p).sum(-1)
-    torch.testing.assert_close(centre, direct, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(centre.score, direct, rtol=1e-4, atol=1e-5)
     coefficients = torch.randn(3, WIDTH)
-    ours, theirs = (gradients(policy, (coefficients * each).sum()) for each in (centre, direct))
+    ours, theirs = (gradients(policy, (coefficients * each).sum()) for each in (centre.score, direct))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(centre.drift[..., 0], (q - p).abs().sum(-1) / 2, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(centre.drift[..., 1], (q - p).norm(dim=-1), rtol=1e-3, atol=1e-5)
 
 
 def named_tokens(log_q, tokens):
@@ -94,7 +96,8 @@ def test_the_most_probable_tokens_and_a_tail_are_the_papers_sum_over_them(policy
     ids, mask = batch
     replica = Replica(policy, "int2")
     correction = None if name == "none" else CORRECTIONS[name]
-    centering = ScoreCentering(policy, None, correction=correction)
+    by_replica = ScoreCentering(policy, replica, correction=correction, top_k=top_k)
+    by_vllm = ScoreCentering(policy, None, correction=correction)
     log_p = log_softmax(policy, ids, mask, 1.0)
     weight = lambda r: CORRECTED[name](r, 0.5, 5.0 if name == "icepop" else 2.0)  # noqa: E731
     with torch.no_grad():
@@ -104,12 +107,46 @@ def test_the_most_probable_tokens_and_a_tail_are_the_papers_sum_over_them(policy
         rho = (1 - (q * of_head).sum(-1)).clamp(min=0) / (1 - (p * of_head).sum(-1)).clamp(min=1e-6)
         alpha = rho * weight(1 / rho.clamp(min=1e-30))
         coefficients = (weight(p / q) * q - alpha.unsqueeze(-1) * p) * of_head
-    centre = centering(ids, mask, WIDTH, torch.ones(3), Choices(named=named_tokens(q.log(), heads)))
+    centres = (
+        by_replica(ids, mask, WIDTH, torch.ones(3)),
+        by_vllm(ids, mask, WIDTH, torch.ones(3), Choices(named=named_tokens(q.log(), heads))),
+    )
     factors = torch.randn(3, WIDTH)
     direct = (coefficients * log_p).sum(-1)
-    ours, theirs = (gradients(policy, (factors * each).sum()) for each in (centre, direct))
+    scores = (centre.score for centre in centres)
+    theirs, *ours = (gradients(policy, (factors * each).sum()) for each in (direct, *scores))
     assert theirs.norm() > 1e-3
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    for each in ours:
+        torch.testing.assert_close(each, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_more_named_tokens_come_nearer_to_the_whole_vocabulary(policy, batch):
+    ids, mask = batch
+    replica = Replica(policy, "int2")
+
+    def gradient(top_k):
+        centering = ScoreCentering(policy, replica, top_k=top_k)
+        log_softmax(policy, ids, mask, 1.0)
+        return gradients(policy, centering(ids, mask, WIDTH, torch.ones(3)).score.sum())
+
+    exact = gradient(None)
+    errors = [(gradient(top_k) - exact).norm().item() for top_k in (1, 4, 8, WORDS - 1, WORDS)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 0.02 * exact.norm()
+    # A tail of one token is known from what is left.
+    assert max(errors[-2:]) < 1e-5 * exact.norm()
+
+
+def test_the_drift_is_what_one_computes_by_hand(policy, batch):
+    """p = 1/12 of each word, and q = ½ of two of them: ½(2·5/12 + 10/12), and √(2·25/144 + 10/144)."""
+    for parameter in policy.parameters():
+        torch.nn.init.zeros_(parameter)
+    ids, mask = batch
+    centering = ScoreCentering(policy, None)
+    log_p = log_softmax(policy, ids, mask, 1.0)
+    named = named_tokens(torch.full_like(log_p, 0.5).log(), torch.tensor([3, 7]).expand(3, WIDTH, 2))
+    drift = centering(ids, mask, WIDTH, torch.ones(3), Choices(named=named)).drift
+    torch.testing.assert_close(drift, torch.tensor([5 / 6, 60**0.5 / 12]).expand(3, WIDTH, 2))
 
 
 @settings(max_examples=20, deadline=None)
@@ -127,7 +164,7 @@ def test_the_centred_score_of_any_sampler_has_the_mean_zero(seed, sharpness, tem
     centre = centering(ids, mask, WIDTH, torch.ones(2), Choices(named=named_tokens(log_q.float(), every)))
     factors = torch.randn(2, WIDTH, dtype=torch.double)
     plain = gradients(policy, (factors * (log_q.exp() * log_p).sum(-1)).sum())
-    mean = gradients(policy, (factors * ((log_q.exp() * log_p).sum(-1) - centre)).sum())
+    mean = gradients(policy, (factors * ((log_q.exp() * log_p).sum(-1) - centre.score)).sum())
     assert mean.norm() < 1e-6 * max(1.0, plain.norm())
 
 
@@ -160,9 +197,9 @@ def test_under_truncated_sampling_both_distributions_are_those_of_the_kept_token
     q = of_kept.exp()
     weights = (kept_p.detach().exp() / q.clamp(min=1e-30)).clamp(max=2)
     direct = (weights * q * kept_p).sum(-1)
-    torch.testing.assert_close(centre, direct, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(centre.score, direct, rtol=1e-3, atol=1e-4)
     factors = torch.randn(3, WIDTH)
-    ours, theirs = (gradients(policy, (factors * each).sum()) for each in (centre, direct))
+    ours, theirs = (gradients(policy, (factors * each).sum()) for each in (centre.score, direct))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
@@ -220,6 +257,7 @@ def test_a_step_is_that_of_the_formula(tmp_path, loss_type, correction):
     }[loss_type]
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
     torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=2e-3 * expected.abs().max().item())
+    assert logged(trainer, "discrepancy/drift_tv")[0] > 0
 
 
 def test_a_split_beside_it_changes_nothing(tmp_path):
@@ -227,6 +265,14 @@ def test_a_split_beside_it_changes_nothing(tmp_path):
     _, _, alone = trained(tmp_path / "alone", score_centering=True)
     _, _, split = trained(tmp_path / "split", score_centering=True, discrepancy_split=True)
     assert torch.equal(alone, split)
+
+
+def test_all_tokens_named_are_the_whole_vocabulary_and_one_is_not(tmp_path):
+    _, _, exact = trained(tmp_path / "exact", score_centering=True)
+    _, _, named = trained(tmp_path / "named", score_centering=True, score_centering_top_k=10**6)
+    _, _, one = trained(tmp_path / "one", score_centering=True, score_centering_top_k=1)
+    torch.testing.assert_close(named, exact, rtol=1e-3, atol=1e-4 * exact.abs().max().item())
+    assert (one - exact).norm() > 1e-2 * exact.norm()
 
 
 def test_a_step_under_truncated_sampling_is_that_of_the_formula(tmp_path):
@@ -255,5 +301,6 @@ def test_a_sampler_that_is_the_policy_has_no_drift(tmp_path):
     """The policy trains as deployed: the mean score under itself is 0, and the step that of GRPO."""
     options = {"train_through_quantization": True, "steps_per_generation": 1}
     _, _, plain = trained(tmp_path / "plain", **options)
-    _, _, centred = trained(tmp_path / "centred", score_centering=True, **options)
+    trainer, _, centred = trained(tmp_path / "centred", score_centering=True, **options)
+    assert logged(trainer, "discrepancy/drift_tv")[0] < 1e-5
     torch.testing.assert_close(centred, plain, rtol=1e-3, atol=1e-4 * plain.abs().max().item())

@@ -1,22 +1,20 @@
 """`dc-trl serve` and what it starts: a real vLLM server, its peers, its end."""
 
 import signal
+import socket
 import subprocess
 import sys
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from trl.generation.vllm_client import VLLMClient
 
 from dc_trl.serving.client import ServerClient
-from dc_trl.serving.errors import ServerError, ServerUnavailableError
+from dc_trl.serving.errors import ServerError
 from dc_trl.serving.fit import check_server
 from dc_trl.serving.server import VLLMServer
 
 from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer, program
-from .vllm_server import Serve, requires_vllm, serving, shared_memory, wait_until_gone
+from .vllm_server import Serve, requires_vllm, serving, wait_until_gone
 
 
 pytestmark = requires_vllm
@@ -35,22 +33,6 @@ def test_trls_stock_client_talks_to_it(fp8_server):
         assert all(logp <= 0 for (logp,) in logps)
     assert client.get_server_info()["model_config"]["max_logprobs"] == -1
     client.reset_prefix_cache()
-
-
-def test_it_holds_the_scheme_and_the_settings_that_training_needs(fp8_server):
-    client = ServerClient(fp8_server.url)
-    info = client.get_server_info()
-    assert "quant=CompressedTensorsW8A8Fp8" in client.layers()
-    assert info["model_config"]["logprobs_mode"] == "processed_logprobs"
-    assert info["cache_config"]["enable_prefix_caching"]
-    check_server(
-        info,
-        client.layers(),
-        scheme="fp8",
-        config=make_model(128, num_hidden_layers=4, intermediate_size=256).config,
-        max_length=256,
-        weight_sync="checkpoint",
-    )
 
 
 @pytest.mark.parametrize(
@@ -105,27 +87,6 @@ def test_an_api_key_is_asked_for_and_kept_secret_and_ctrl_c_ends_everything(tmp_
         wait_until_gone(family)
 
 
-def wait_for_engine(processes):
-    """The processes that hold shared memory, and that memory, once the engine has made it; `processes` lists all."""
-    end = time.monotonic() + 180
-    while not (left := shared_memory(processes())):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    return [process for process in processes() if shared_memory([process])], left
-
-
-@pytest.mark.long
-def test_nothing_outlives_a_killed_serve(tmp_path):
-    server = Serve(tmp_path, "--scheme", "fp8")
-    server.wait("starting VLLM")
-    _, left = wait_for_engine(server.family)
-    family = server.family()
-    server.process.kill()
-    server.process.wait()
-    wait_until_gone(family)
-    assert not any(path.exists() for path in left)
-
-
 @pytest.mark.long
 def test_a_server_that_dies_says_why_and_where_its_log_is(tmp_path):
     server = Serve(tmp_path, "--", "--no-such-option")
@@ -136,43 +97,18 @@ def test_a_server_that_dies_says_why_and_where_its_log_is(tmp_path):
     assert str(server.log_path) in message
 
 
-class Healthy:
-    """A server that says of itself that it is healthy, and nothing else."""
-
-    def __init__(self, address):
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *args):
-                pass
-
-        self._server = ThreadingHTTPServer(address, Handler)
-        self.port = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
 @pytest.fixture
 def occupied():
-    server = Healthy(("127.0.0.1", 0))
-    yield server.port
-    server.close()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"--model": "/no/such/model"}, ["model='/no/such/model' does not exist"]),
-        ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "Address already in use", "choose another one"]),
+        ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "Address already in use", "choose another port"]),
         ({"--host": "192.0.2.1"}, ["host='192.0.2.1'", "Cannot assign requested address"]),
-        ({"--start_timeout": "nan"}, ["start_timeout=nan is invalid"]),
     ],
 )
 def test_what_cannot_start_is_refused_before_vllm_is_started(options, words, occupied, tmp_path, monkeypatch, capsys):
@@ -196,7 +132,6 @@ def test_what_cannot_start_is_refused_before_vllm_is_started(options, words, occ
     [
         ["--api-key", "SECRET-1"],
         ["--api_key", "SECRET-1", "SECRET-2", "--seed", "1"],
-        ["--api-k", "SECRET-1"],  # argparse takes it for --api-key
         ["--model-loader-extra-config", '{"s3_secret_access_key": "SECRET-1", "concurrency": 4}'],
         ["--otlp-traces-endpoint", "http://me:SECRET-1@127.0.0.1:4317"],
     ],
@@ -215,18 +150,10 @@ def test_a_key_is_not_shown_in_the_servers_last_words(tmp_path):
     assert server.last_error() == "vllm: error: unrecognized arguments: (hidden) --nothing=x"
 
 
-def test_a_server_that_never_comes_is_waited_for_and_given_up():
-    lines: list[str] = []
-    with pytest.raises(ServerUnavailableError, match=r"after 2 s.*vllm_server_timeout"):
-        ServerClient("http://127.0.0.1:9", start_timeout=2, report=lines.append)
-    assert "waiting for vLLM" in lines[0]
-
-
 def test_fp8_products_are_what_onednns_reference_gives():
     """In a process of its own, where the operator's kernel is replaced; compiled too."""
     code = """
 import torch
-from dc_trl.serving.cpu_products import avoid_onednns_reference
 
 torch.manual_seed(0)
 a, b = (torch.randn(n, 64).to(torch.float8_e4m3fn) for n in (5, 32))
@@ -234,12 +161,11 @@ one = torch.ones(1)
 product = lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
 before = product()
 torch.cpu.get_capabilities = lambda: {"amx_int8": True, "amx_fp16": False}
-assert avoid_onednns_reference() is avoid_onednns_reference() is not None
+from dc_trl.serving import cpu_reload
+assert cpu_reload._FP8_PRODUCTS is not None
 assert torch.equal(product(), before)
 assert torch.equal(torch.compile(product)(), before)
 assert torch.allclose(before, a.float() @ b.float().t(), rtol=1e-6, atol=1e-6)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

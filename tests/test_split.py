@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from dc_trl import DCGRPOConfig
+from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.quantization.deployed_forward import DeployedForward
@@ -48,7 +48,7 @@ def test_the_parts_are_measured_as_the_whole_is(rows, cut):
     """Each part by the formulas of the whole, from two micro-batches, over the tokens that count."""
     train, deployed, infer = (torch.tensor([[row[i] for row in rows]], dtype=torch.float64) for i in range(3))
     scored = torch.tensor([[row[3] for row in rows]])
-    statistics = BatchStatistics("token")
+    statistics = BatchStatistics(ConstraintSettings(batch_reduction="token"))
     for part in (slice(0, cut), slice(cut, None)):
         tokens = (train[:, part], infer[:, part], scored[:, part], torch.zeros(1), deployed[:, part])
         statistics.add(SampledTokens(*tokens))
@@ -105,7 +105,7 @@ def test_the_parts_are_those_of_a_forward_of_its_own(tmp_path):
         constraint="none",
         length_aware_batches=False,
     )
-    trainer._statistics["train"] = Statistics()
+    trainer._statistics["train"] = Statistics(trainer.args)
     batches = []
     policy_loss = trainer.policy_loss
     trainer.policy_loss = lambda model, inputs: (batches.append(inputs), policy_loss(model, inputs))[1]
@@ -168,21 +168,3 @@ def test_dual_ascent_follows_the_part_that_is_constrained(tmp_path):
         assert violation == pytest.approx(mean - tolerance)
         expected = min(max(expected + 2.0 * (mean - tolerance), 0.0), 1.0)
     assert trainer.lagrange_multiplier.value == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"discrepancy_split": True}, "discrepancy_split=True .* deployment_scheme"),
-        ({"constraint": "static", "constraint_target": "lag"}, "constraint_target='lag' .* deployment_scheme"),
-        ({"constraint_target": "lag", "deployment_scheme": "fp8"}, "constraint_target='lag' has no effect"),
-        ({"rollout_correction_target": "lag", "deployment_scheme": "fp8"}, "rollout_correction_target='lag' has no"),
-        (
-            {"discrepancy_split": True, "deployment_scheme": "fp8", "cast_lm_head_to_fp32": True},
-            "cast_lm_head_to_fp32=True contradicts discrepancy_split=True",
-        ),
-    ],
-)
-def test_what_cannot_be_split_is_refused(tmp_path, options, words):
-    with pytest.raises(ValueError, match=words):
-        DCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)

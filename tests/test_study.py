@@ -454,10 +454,10 @@ def test_every_cell_is_a_configuration(tmp_path):
 
 
 def test_the_page_is_what_its_raw_lines_say():
-    """Every table of a sweep in docs/study.md has values of columns of the table made again from docs/study.jsonl, and
-    that of the runs that were made twice those of docs/study_again.jsonl beside it. A section without such a table
-    has the accuracies."""
-    page = (ROOT / "docs" / "study.md").read_text()
+    """Every table of a sweep in scripts/study/RESULTS.md has values of columns of the table made again from
+    docs/study.jsonl, and that of the runs that were made twice those of docs/study_again.jsonl beside it. A section
+    without such a table has the accuracies."""
+    page = (ROOT / "scripts" / "study" / "RESULTS.md").read_text()
     found = lines_of_sweeps(load_study(), read_lines(ROOT / "docs" / "study.jsonl"))
     tables = {sweep.sweep.name: sweep.table() for sweep in found}
     (again,) = lines_of_sweeps(load_study(SWEEPS, ["headline"]), read_lines(ROOT / "docs" / "study_again.jsonl"))

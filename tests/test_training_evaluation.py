@@ -26,7 +26,6 @@ from .helpers import (
     make_tokenizer,
     make_trainer,
 )
-from .vllm_server import requires_vllm
 
 
 def tiny_model():
@@ -68,21 +67,6 @@ def test_benchmarks_are_evaluated_with_the_trainers_evaluation(tmp_path):
     # Neither the constraint nor the trainer's own evaluation heard of it.
     assert len(logged(trainer, "eval_reward")) == 1
     assert len(logged(trainer, "discrepancy/mean")) == 2
-
-
-@pytest.mark.parametrize(("temperature", "longest"), [(1.0, 48), (0.0, 3)])
-def test_sampled_answers_differ_and_cut_off_ones_are_counted(tmp_path, temperature, longest):
-    trainer = tiny_trainer(tmp_path, max_completion_length=longest)
-    benchmark = Benchmark.load("arithmetic", samples=4, limit=16)
-    trainer.add_callback(BenchmarkCallback(trainer, [benchmark], temperature=temperature, grading_processes=1))
-    trainer.evaluate()
-    (row,) = (row for row in trainer.state.log_history if "eval_arithmetic/avg@4" in row)
-    if temperature:
-        assert 0.0 < row["eval_arithmetic/avg@4"] < 1.0
-        assert row["eval_arithmetic/maj@4"] != row["eval_arithmetic/avg@4"]
-    else:
-        assert row["eval_arithmetic/truncated"] == 1.0
-        assert row["eval_arithmetic/mean_tokens"] == 3.0
 
 
 @pytest.mark.long
@@ -165,17 +149,6 @@ def test_greedy_accuracy_of_the_runs_own_rewards_is_their_weighted_sum(tmp_path)
     # What the functions log goes to no table of rollouts.
     assert not trainer._pending_extra_logs
     assert not trainer._pending_metrics
-
-
-@requires_vllm
-def test_benchmarks_on_the_server_of_the_rollouts(fp8_server, tmp_path):
-    options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": fp8_server.url}
-    trainer = tiny_trainer(tmp_path / "run", **options)
-    benchmark = Benchmark.load("arithmetic", samples=1, limit=64)
-    trainer.add_callback(BenchmarkCallback(trainer, [benchmark], temperature=0.0, grading_processes=1))
-    trainer.evaluate()
-    (accuracy,) = logged(trainer, "eval_arithmetic/avg@1")
-    assert accuracy == pytest.approx(greedy_reference(tmp_path / "reference", benchmark).avg.value, abs=0.12)
 
 
 def test_several_evaluation_sets_keep_their_own_metrics(tmp_path):

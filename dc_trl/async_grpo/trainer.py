@@ -35,10 +35,7 @@ from ..constraint.lagrangian import LagrangeMultiplier
 from ..constraint.statistics import BatchStatistics, batch_metrics
 from ..constraint.thresholds import drift_warning
 from ..files import read_object, write_text
-from ..gate.fit import limits_of
-from ..gate.policy import require_trainable
-from ..gate.start import require_startable
-from ..hub.card import write_run_card
+from ..gate import limits_of, require_startable, require_trainable
 from ..quantization.deployed_forward import DeployedForward
 from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
@@ -69,26 +66,23 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
     and `rollout_correction="none"` the losses equal TRL's bit for bit; the discrepancy is logged.
 
     Args:
-        model (`str`): Hub id or directory of the causal language model to train, which the server serves too.
-        reward_funcs (`Callable` or a `list` of them, *optional*): functions that take prompts, completions and the
-            data set's other columns, and return one reward for each completion. They run in a separate process, so
-            they must be picklable. May be omitted if an environment gives the reward.
-        args (`AsyncDCGRPOConfig`, *optional*): by default a configuration named after the model.
-        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): rows with a `prompt`, plain
-            or conversational. May be omitted if an environment gives the prompts.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*): tokenizer that pads on the left; by
-            default the model's.
-        callbacks (`list` of [`~transformers.TrainerCallback`], *optional*): callbacks to add to the trainer's own.
-        optimizers (`tuple` of optimizer and scheduler, defaults to `(None, None)`): by default those that `args`
-            describes.
-        peft_config ([`~peft.PeftConfig`], *optional*): the adapter to train in place of the model's weights.
-        tools (`list` of `Callable`, *optional*): typed, documented and picklable functions that the policy may call
-            while it generates.
-        environment_factory (`Callable` or a `dict` of them by name, *optional*): creates an environment for each
-            rollout. Its methods are tools, and it may give prompts and rewards.
-        rollout_worker (*optional*): the object that samples and scores, with the methods of TRL's
-            `RolloutWorkerProtocol`; by default TRL's own process.
-        weight_transfer (*optional*): the object that sends weights to the server, with the methods of TRL's
+        model: Hub id or directory of the causal language model to train, which the server serves too.
+        reward_funcs: functions that take prompts, completions and the data set's other columns, and return one reward
+            for each completion. They run in a separate process, so they must be picklable. May be omitted if an
+            environment gives the reward.
+        args: by default a configuration named after the model.
+        train_dataset: rows with a `prompt`, plain or conversational. May be omitted if an environment gives the
+            prompts.
+        processing_class: tokenizer that pads on the left; by default the model's.
+        callbacks: callbacks to add to the trainer's own.
+        optimizers: optimizer and scheduler; by default those that `args` describes.
+        peft_config: the adapter to train in place of the model's weights.
+        tools: typed, documented and picklable functions that the policy may call while it generates.
+        environment_factory: creates an environment for each rollout. Its methods are tools, and it may give prompts
+            and rewards.
+        rollout_worker: the object that samples and scores, with the methods of TRL's `RolloutWorkerProtocol`; by
+            default TRL's own process.
+        weight_transfer: the object that sends weights to the server, with the methods of TRL's
             `WeightTransferProtocol`; by default TRL's own NCCL stream.
 
     Attributes:
@@ -145,7 +139,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self.form = form_of(args)
         self.correction = correction_of(args)
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
-        self._statistics = BatchStatistics.of(args)
+        self._statistics = BatchStatistics(args)
         self._warned_of_drift = False
         self._step_of_version: dict[int, int] = {}  # the optimizer step of each version of the server's weights
         super().__init__(
@@ -163,20 +157,13 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             weight_transfer=weight_transfer,
         )
         require_trainable(self.model)
-        policy = base_model(self.model)
-        limits_of(policy, self.processing_class, "the model", args.max_completion_length)
+        limits_of(base_model(self.model), self.processing_class, args.max_completion_length)
         self._quantized_self: DeployedForward | None = None
         if args.split_by is not None and args.deployment_scheme is not None:
             # TRL's attention keeps the samples of a row apart.
             self._quantized_self = DeployedForward(self.model, args.deployment_scheme, replicas_attention=False)
         if self.accelerator.is_main_process:
             self.rollout_queue = VersionedQueue(self.rollout_worker.rollout_buffer)
-
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        """Write README.md into the output directory from this package's template instead of TRL's."""
-        if self.is_world_process_zero():
-            tags = (*self._tag_names, *([tags] if isinstance(tags, str) else tags or ()))
-            write_run_card(self, model_name, dataset_name, tags)
 
     # --- the age of the samples -------------------------------------------------------------------------------------
 
@@ -213,47 +200,30 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             hook.remove()
-        selected = inputs["token_index"] >= 0
-
-        def of_tokens(output: Any) -> Tensor:
-            return output.log_probs.flatten()[inputs["token_index"][selected]]
-
         args, kwargs, output = calls[0]
+        selected = inputs["token_index"] >= 0  # positions in the row of the M tokens that are trained on
+        positions = inputs["token_index"][selected]
+        train_logps, infer_logps = output.log_probs.flatten()[positions], inputs["old_log_probs"][selected]
+        lengths = torch.bincount(inputs["segment_id"][selected]).tolist()
+
+        def matrix(values: Tensor) -> Tensor:
+            """Return values of the tokens, shape (M,), by trajectory: shape (B, T), zeros after the end of each."""
+            return pad_sequence(values.split(lengths), batch_first=True)
+
         deployed_logps = None
         if self._quantized_self is not None:
             with torch.no_grad(), self._quantized_self.active():
-                deployed_logps = of_tokens(model(*args, **kwargs))
-        return self._constrain(loss, inputs, selected, of_tokens(output), deployed_logps)
-
-    def _constrain(
-        self,
-        loss: Tensor,
-        inputs: dict[str, Any],
-        selected: Tensor,
-        train_logps: Tensor,
-        deployed_logps: Tensor | None,
-    ) -> Tensor:
-        """Measure a micro-batch, and add the constraint and the mask to its loss.
-
-        Args:
-            loss: TRL's loss, a scalar.
-            inputs: inputs of the loss, one row of tokens.
-            selected: boolean; marks the positions in `inputs` of the M tokens that are trained on.
-            train_logps: log π_train of these tokens, shape (M,), with a gradient.
-            deployed_logps: log π_Q of the same weights as they are deployed; None where the discrepancy is not split.
-        """
-        infer_logps = inputs["old_log_probs"][selected]
-        trajectories = Trajectories(inputs["segment_id"][selected])
+                deployed_logps = matrix(model(*args, **kwargs).log_probs.flatten()[positions])
+        mask = matrix(torch.ones_like(infer_logps))
         tokens = SampledTokens.of(
-            trajectories.matrix(train_logps.detach()),
-            trajectories.matrix(infer_logps),
-            mask=trajectories.matrix(torch.ones_like(infer_logps)),
-            # All tokens of a trajectory share its advantage.
-            advantages=trajectories.matrix(inputs["advantages"][selected].detach())[:, 0],
-            deployed_logps=None if deployed_logps is None else trajectories.matrix(deployed_logps),
+            matrix(train_logps.detach()),
+            matrix(infer_logps),
+            mask,
+            matrix(inputs["advantages"][selected].detach())[:, 0],  # the tokens of a trajectory share its advantage
+            deployed_logps,
         )
         ages = self.state.global_step - inputs["weights_of_step"][0]
-        tokens = tokens._replace(age=ages[: len(tokens.scored)])
+        tokens = tokens._replace(age=ages[: len(lengths)])
         penalty = weights = None
         multiplier = self.lagrange_multiplier.value
         if self.form is not None:
@@ -262,23 +232,19 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         ratio = bounded_log_ratio(train_logps, infer_logps).exp()
         if self.correction is not None:
             kept = self.correction(tokens.of_target(self.args.rollout_correction_target)) > 0
-            loss = self._without(loss, inputs["advantages"], selected, ~trajectories.flat(kept))
-            weights = trajectories.matrix(ratio.detach()).where(kept, 0.0)
+            (coefficients,) = torch.autograd.grad(loss, inputs["advantages"], create_graph=True)
+            share = (coefficients * inputs["advantages"].detach())[selected]
+            loss = loss - share.where(~kept[mask.bool()], 0.0).sum()
+            weights = matrix(ratio.detach()).where(kept, 0.0)
         self._statistics.add(tokens, penalty, weights)
         if penalty is None:
             return loss
         if weights is not None:
             penalty = penalty.where(weights > 0, 0.0)
-        term = (ratio * trajectories.flat(penalty)).where(trajectories.flat(tokens.scored), 0.0).sum()
+        term = (ratio * penalty[mask.bool()]).where(tokens.scored[mask.bool()], 0.0).sum()
         # TRL's mean is over the tokens of this micro-batch on all processes, whose gradients are averaged.
         count = (inputs["global_n_tokens"][0] / self.accelerator.num_processes).clamp(min=1)
         return loss + multiplier * term / count / self.current_gradient_accumulation_steps
-
-    @staticmethod
-    def _without(loss: Tensor, advantages: Tensor, selected: Tensor, masked: Tensor) -> Tensor:
-        """Return a loss without the contribution of the tokens that `masked` marks (boolean, shape (M,))."""
-        (coefficients,) = torch.autograd.grad(loss, advantages, create_graph=True)
-        return loss - (coefficients * advantages.detach())[selected].where(masked, 0.0).sum()
 
     # --- the optimizer step as a whole, and the multiplier ----------------------------------------------------------
 
@@ -309,14 +275,10 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _checkpoint_folder(self, trial: Any = None) -> Path:
-        """Return the folder of the checkpoint of the present step."""
-        return Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-
     def _save_checkpoint(self, model, trial):
         # This comes first, since transformers writes last the file that marks a checkpoint as complete.
         if self.args.should_save:
-            folder = self._checkpoint_folder(trial)
+            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             folder.mkdir(parents=True, exist_ok=True)
             state = {"lagrange_multiplier": self.lagrange_multiplier.state_dict()}
             write_text(folder / STATE_FILE, json.dumps(state, indent=2))
@@ -337,14 +299,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
 
 class VersionedQueue:
-    """A queue of TRL's rollout samples that keeps the version of the weights of each group.
-
-    Args:
-        samples: the queue.
-
-    Attributes:
-        versions: version by the id of the group; that of the weights with which its first sample began.
-    """
+    """A queue of TRL's rollout samples; `versions` has the version of the first sample's weights by group id."""
 
     def __init__(self, samples: Any):
         self._samples = samples
@@ -357,29 +312,3 @@ class VersionedQueue:
 
     def qsize(self) -> int:
         return self._samples.qsize()
-
-
-class Trajectories:
-    """Converts between the values of M tokens in a packed row and a matrix of B trajectories of at most T tokens.
-
-    Args:
-        segment_id: number of each token's trajectory, shape (M,), ascending from 0.
-    """
-
-    def __init__(self, segment_id: Tensor):
-        counts = torch.bincount(segment_id)
-        self._row = segment_id
-        self._column = (
-            torch.arange(len(segment_id), device=segment_id.device) - (counts.cumsum(0) - counts)[segment_id]
-        )
-        self._shape = (len(counts), int(counts.max()))
-
-    def matrix(self, values: Tensor) -> Tensor:
-        """Return values of the tokens, shape (M,), as a matrix (B, T) with zeros after the end of each trajectory."""
-        matrix = values.new_zeros(self._shape)
-        matrix[self._row, self._column] = values
-        return matrix
-
-    def flat(self, matrix: Tensor) -> Tensor:
-        """Return a matrix of shape (B, T) as values of the tokens, shape (M,); the inverse of `matrix`."""
-        return matrix[self._row, self._column]

@@ -9,10 +9,16 @@ removed, the share of cause i among n is its Shapley value ("A Value for n-Perso
 which is the mean, over all orders of removing the causes one after another, of what removing i takes away. δ is an
 absolute difference and does not add up, so what a cause takes away depends on what was removed before it. The mean
 over all orders prefers none. The shares and the unexplained rest v(N) add up to v(∅) = δ̄ by construction.
+
+The floor is what any other order of summation gives, with the same weights in the same formats. Two engines add up
+the products of a linear layer in different orders, and their float32 sums differ by some 1e-7 of themselves. Few of
+the sums are rounded to another bfloat16 number because of that. But where the next layer rounds its input to FP8 or
+INT8 once more, and where many layers follow, these few move the probabilities by as much as the format does. No
+alignment of formats goes below that floor, only equal kernels do.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import comb
 from typing import NamedTuple, TypeAlias
@@ -23,11 +29,11 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from ..constraint.thresholds import NO_REMEDY_IN_STEP, PULLS_HARM_IN_STEP
 from ..quantization.deployed_forward import DeployedForward
 from ..quantization.policy import base_model, empty_copy
-from ..quantization.schemes import resolve_scheme
-from .advice import recommend
-from .floor import disturb
+from ..quantization.schemes import quantized_linears, resolve_scheme
+from ..records.estimators import Estimate
 from .mismatch import Array, Ratio, ScoredTokens, ratio_estimate
 from .result import Diagnosis, EngineMismatch, Split
 from .rollouts import EngineSample, Policy, sampled_logps
@@ -36,6 +42,14 @@ from .settings import CalibrationSettings
 
 
 Causes: TypeAlias = frozenset[str]
+
+# Standard deviation of the relative difference between two orders of a float32 sum.
+_DISORDER = 1e-7
+_BITS = 8  # of a bfloat16 number's significand
+_LARGE = 0.25  # share of δ̄ above which a cause is worth a setting
+# Up to this multiple of the floor, what no cause explains is put down to it: sums whose terms cancel differ by more
+# than the floor assumes.
+_OF_THE_FLOOR = 1.5
 
 
 class Case(NamedTuple):
@@ -49,7 +63,7 @@ class Case(NamedTuple):
     def score(self, scheme: str, removed: Causes, disturbed: bool = False) -> list[Tensor]:
         """Return log π_train of each rollout's tokens where causes are removed, each of shape (tokens,).
 
-        With ``disturbed``, the layers add up in another order; see `dc_trl.calibration.floor`.
+        With ``disturbed``, the layers add up in another order.
         """
         view = view_of(self.policy)
         arguments = {"weights": "weights", "activations": "activations", "compute": "precision", "adapters": "adapter"}
@@ -90,7 +104,7 @@ class Case(NamedTuple):
 
     def discrepancy(self, train: Sequence[Tensor], infer: Sequence[Tensor]) -> Ratio:
         """Return δ̄ between log-probabilities of the rollouts' tokens, by prompt."""
-        tokens = ScoredTokens.of(self.sample.rollouts, train, infer, len(self.prompts), self.settings.measure)
+        tokens = ScoredTokens(self.sample.rollouts, train, infer, len(self.prompts), self.settings.measure)
         return tokens.batch_discrepancy(self.settings.reduction)
 
 
@@ -106,14 +120,8 @@ def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diag
     passes = {removed: case.score(scheme, removed) if removed else list(train) for removed in subsets(causes)}
     disturbed = case.score(scheme, frozenset(causes), disturbed=True)
     infer = sampled_logps(case.sample.rollouts)
-    # A token counts where every pass gave it a finite log-probability, so that all means are over the same tokens.
-    gaps = [torch.stack(values).sum(0) * 0 for values in zip(disturbed, infer, *passes.values(), strict=True)]
-
-    def from_scored(scored: Sequence[Tensor], other: Sequence[Tensor]) -> Ratio:
-        return case.discrepancy([a + gap for a, gap in zip(scored, gaps, strict=True)], other)
-
-    left = {removed: from_scored(scored, infer) for removed, scored in passes.items()}
-    floor = from_scored(disturbed, passes[frozenset(causes)])
+    left = {removed: case.discrepancy(scored, infer) for removed, scored in passes.items()}
+    floor = case.discrepancy(disturbed, passes[frozenset(causes)])
     split = split_discrepancy(left, floor, causes, case.settings.seed)
     return Diagnosis(scheme, split, recommend(split, found.estimates["k3_kl"]))
 
@@ -131,10 +139,9 @@ def view_of(policy: Policy) -> Policy:
     return view
 
 
-def subsets(causes: Sequence[str]) -> Iterator[Causes]:
-    """Iterate over all sets of causes, the empty one first."""
-    for size in range(len(causes) + 1):
-        yield from map(frozenset, combinations(causes, size))
+def subsets(causes: Sequence[str]) -> list[Causes]:
+    """Return all sets of causes, the empty one first."""
+    return [frozenset(each) for size in range(len(causes) + 1) for each in combinations(causes, size)]
 
 
 def split_discrepancy(left: Mapping[Causes, Ratio], floor: Ratio, causes: Sequence[str], seed: int) -> Split:
@@ -163,3 +170,75 @@ def split_discrepancy(left: Mapping[Causes, Ratio], floor: Ratio, causes: Sequen
         unexplained=ratio_estimate(*left[frozenset(causes)], seed),
         floor=ratio_estimate(*floor, seed),
     )
+
+
+def disturb(policy: Policy, seed: int) -> None:
+    """Make the linear layers of a policy, without its output head, add up in another order from now on.
+
+    Layers whose output is not bfloat16 keep it, and so do the experts of a mixture.
+    """
+    generator = torch.Generator(policy.device).manual_seed(seed)
+
+    def add_otherwise(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return in_another_order(output, generator) if output.dtype == torch.bfloat16 else output
+
+    for linear in quantized_linears(base_model(policy)).values():
+        linear.register_forward_hook(add_otherwise)
+
+
+def in_another_order(output: Tensor, generator: torch.Generator) -> Tensor:
+    """Return rounded sums as another order of summation might have given them.
+
+    The sums themselves are gone. So where each lay between the bounds of its rounding is drawn uniformly, it is moved
+    by a relative 1e-7·N(0, 1), and it is rounded again.
+
+    Args:
+        output: any shape, bfloat16.
+        generator: of the draws, on the same device.
+    """
+    significand, exponent = torch.frexp(output.float())  # the former within [0.5, 1)
+    place = torch.rand(output.shape, generator=generator, device=output.device) - 0.5  # in units of the last bit
+    noise = torch.randn(output.shape, generator=generator, device=output.device)
+    steps = (place + _DISORDER * noise * significand * 2**_BITS).round()
+    return output + torch.ldexp(steps, exponent - _BITS).to(output.dtype)
+
+
+def recommend(split: Split, kl: Estimate) -> list[str]:
+    """Return settings for the large parts of δ̄, the largest part first, each with its reason.
+
+    Args:
+        split: δ̄ by its causes.
+        kl: KL(π_inf ‖ π_train) of the engine, in nats.
+    """
+    if kl.high < NO_REMEDY_IN_STEP:
+        return [
+            f"Nothing is needed: KL(π_inf ‖ π_train) is {kl.value:.1e} nats, at most {kl.high:.1e}, and below "
+            f"{NO_REMEDY_IN_STEP:g}, up to which no remedy was shown to help our tiny models; see docs/which_one.md."
+        ]
+    whole, rest, floor = split.whole.value, split.unexplained.value, split.floor.value
+    causes = sum(share.value for share in split.shares.values())
+    found = []
+    if causes >= _LARGE * whole:
+        advice = (
+            f"{causes / whole:.0%} of δ̄ is the number format and the arithmetic: train_through_quantization: true "
+            "(recipe: format, or recipe: both where weights lag too). The training forward is then the deployed one; "
+            f"{rest:.2g} is left."
+        )
+        if rest < floor / 2 and floor >= _LARGE * whole:  # the engine has the kernels of training
+            advice += f" An engine that adds up in another order than this one keeps {floor:.2g}, whatever is set."
+        found.append(advice)
+    if rest >= _LARGE * whole:
+        advice = (
+            f"{rest / whole:.0%} of δ̄ is not explained: only measure it, with constraint: none. Any other order of "
+            f"the float32 sums gives {floor:.2g}, which no setting takes away, only equal kernels do. "
+        )
+        if rest > _OF_THE_FLOOR * floor:
+            advice += (
+                "If the engine is a server, check first that its checkpoint has these weights, in this dtype. For a "
+                "mixture of experts, set routing_replay: true, which takes the engine's experts. "
+            )
+        found.append(
+            f"{advice}In our runs with a sampler that does not lag, no constraint and no correction was seen to help, "
+            f"and above a KL of {PULLS_HARM_IN_STEP:g} nats pulls to it lost most of the reward; see docs/study.md."
+        )
+    return found[::-1] if rest > causes else found

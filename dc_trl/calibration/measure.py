@@ -11,7 +11,7 @@ from ..rollouts.sampling import EngineSpec
 from .causes import Case, diagnose
 from .mismatch import measure_engine
 from .result import Calibration, EngineMismatch
-from .rollouts import EngineSample, Policy, require_engines, sample_rollouts
+from .rollouts import Policy, require_engines, sample_rollouts
 from .scoring import train_logps
 from .settings import CalibrationSettings
 
@@ -55,7 +55,14 @@ def calibrate(
         raise ValueError("engines is empty: give at least one, 'fp8' for example.")
     require_engines(specs, model.config)
     ids = tokenize(prompts, tokenizer, **(how.chat_template_kwargs or {}))
-    measured = [_measure(Case(sample, model, ids, how)) for sample in _sample(specs, model, tokenizer, ids, how)]
+    samples = {}
+    # Servers come first: where there is one GPU, they need it for themselves, and the model goes there afterwards.
+    for spec in sorted(specs, key=lambda spec: spec.kind == "replica"):
+        if spec.kind == "replica" and how.device is not None:
+            model.to(how.device)
+        samples[spec] = sample_rollouts(spec, model, tokenizer, ids, how)
+    if how.device is not None:
+        model.to(how.device)
     names = ("samples", "max_tokens", "temperature", "measure", "reduction", "batch_prompts", "seed")
     record = {
         "model": model.name_or_path,
@@ -67,7 +74,7 @@ def calibrate(
         "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
         **(how.settings or {}),
     }
-    return Calibration(record, measured)
+    return Calibration(record, [_measure(Case(samples[spec], model, ids, how)) for spec in specs])
 
 
 def _measure(case: Case) -> EngineMismatch:
@@ -77,22 +84,3 @@ def _measure(case: Case) -> EngineMismatch:
         return found._replace(diagnosis=diagnose(case, train, found)) if case.settings.split else found
     except ValueError as error:  # the policy cannot compute as this engine does
         return found._replace(notes=[*found.notes, f"δ̄ is not split into its causes: {error}"])
-
-
-def _sample(
-    specs: Sequence[EngineSpec],
-    model: Policy,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
-    settings: CalibrationSettings,
-) -> list[EngineSample]:
-    """Sample with each engine. Afterwards the model is on its device."""
-    sampled = {}
-    # Servers come first: where there is one GPU, they need it for themselves.
-    for spec in sorted(specs, key=lambda spec: spec.kind == "replica"):
-        if spec.kind == "replica" and settings.device is not None:
-            model.to(settings.device)
-        sampled[spec] = sample_rollouts(spec, model, tokenizer, prompts, settings)
-    if settings.device is not None:
-        model.to(settings.device)
-    return [sampled[spec] for spec in specs]

@@ -8,14 +8,6 @@ from ..records.results import write_result
 
 
 CALIBRATION_FILE = "calibration.json"
-GRID = 100  # cells along each axis of the picture of both probabilities
-
-
-def label(engine: str) -> str:
-    """Return an engine's name for readers: `vLLM fp8`, `replica fp8`, or the host of a URL."""
-    if "://" in engine:
-        return engine.split("://", 1)[1]
-    return engine.replace("replica:", "replica ") if engine.startswith("replica:") else f"vLLM {engine}"
 
 
 class Tolerance(NamedTuple):
@@ -40,7 +32,7 @@ class Split(NamedTuple):
         whole: δ̄.
         shares: by cause, the part of δ̄ that goes away with it, on average over all orders of removal.
         unexplained: δ̄ where all causes are removed. It and the shares add up to the whole.
-        floor: what of δ̄ an engine with any other order of float32 sums would have; see `dc_trl.calibration.floor`.
+        floor: what of δ̄ an engine with any other order of float32 sums would have; see `dc_trl.calibration.causes`.
     """
 
     whole: Estimate
@@ -65,12 +57,9 @@ class EngineMismatch(NamedTuple):
     prompts: int
     completions: int
     tokens: int
-    unscored: int  # tokens without a finite log-probability from both sides; they do not count
-    empty: int  # completions without a token
     truncated: int  # completions that the limit of tokens cut off
     estimates: dict[str, Estimate]  # δ̄ as `discrepancy`, and KL(π_inf ‖ π_train) as `k3_kl`
     percentiles: dict[str, float]  # of δ
-    joint: list[list[int]]  # [cell of π_inf, cell of π_train, tokens] on a grid of `GRID` × `GRID`
     pearson: float  # correlation of the probabilities of both sides
     tolerance: Tolerance
     notes: list[str]  # what a reader should know before relying on the numbers

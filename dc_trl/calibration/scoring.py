@@ -1,6 +1,6 @@
 """Log-probabilities of completions under the model that is trained, computed as TRL does."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from peft import PeftModel
@@ -36,43 +36,27 @@ def train_logps(
     """
     logps = [torch.empty(0) for _ in rollouts]
     # Completions of similar length share a forward, so that little of it is padding.
-    order = sorted((i for i, r in enumerate(rollouts) if r.ids), key=lambda i: len(rollouts[i].ids))
-    total = sum(len(rollout.ids) for rollout in rollouts)
+    order = sorted(range(len(rollouts)), key=lambda number: -len(rollouts[number].ids))
     base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
     was_training, own_forward = policy.training, base.__dict__.get("forward")
     add_fused_lm_head(base, temperature=settings.temperature)
     policy.eval()
     try:
-        with tqdm(total=total, unit="token", desc="scoring", disable=not settings.progress) as bar:
-            for batch in _batches(order, prompts, rollouts, settings.batch_tokens):
-                chosen = [rollouts[i] for i in batch]
-                scored = _forward(policy, prompts, chosen, settings)
-                for i, values in zip(batch, scored, strict=True):
-                    logps[i] = values
-                    bar.update(len(values))
+        with tqdm(total=len(rollouts), unit="completion", desc="scoring", disable=not settings.progress) as bar:
+            while order:
+                longest = max(map(len, prompts)) + len(rollouts[order[0]].ids)
+                size = max(1, settings.batch_tokens // longest)
+                batch, order = order[:size], order[size:]
+                scored = _forward(policy, prompts, [rollouts[number] for number in batch], settings)
+                for number, values in zip(batch, scored, strict=True):
+                    logps[number] = values
+                bar.update(len(batch))
     finally:
         policy.train(was_training)
         del base.forward
         if own_forward is not None:
             base.forward = own_forward
     return logps
-
-
-def _batches(
-    order: Sequence[int], prompts: Sequence[list[int]], rollouts: Sequence[Rollout], batch_tokens: int
-) -> Iterator[list[int]]:
-    """Iterate over the rollouts that share a forward of at most `batch_tokens` tokens, padding included."""
-    batch: list[int] = []
-    longest = 0  # prompt; the completions are in the order of their lengths
-    for i in order:
-        own = len(prompts[rollouts[i].prompt])
-        longest = max(longest, own)
-        if batch and (len(batch) + 1) * (longest + len(rollouts[i].ids)) > batch_tokens:
-            yield batch
-            batch, longest = [], own
-        batch.append(i)
-    if batch:
-        yield batch
 
 
 def _forward(

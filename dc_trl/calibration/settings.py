@@ -1,6 +1,5 @@
 """The settings of a calibration, with their descriptions and ranges."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -39,8 +38,6 @@ class CalibrationSettings:
     replica_batch: Annotated[int, COUNT] = setting(64, "completions that a replica samples at a time")
     chat_template_kwargs: Mapping[str, Any] | None = None  # `{"enable_thinking": False}` for example
     serve_options: Sequence[str] = ()  # further options of `vllm serve` for servers that are started
-    # Directory for the logs of those servers; None: the directory for temporary files.
-    log_dir: str | os.PathLike[str] | None = None
     settings: Mapping[str, Any] | None = None  # further entries for the record
     report: Callable[[str], None] = print  # takes a line about what is happening
     progress: bool = True  # whether to show bars

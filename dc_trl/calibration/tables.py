@@ -4,14 +4,9 @@ from collections.abc import Callable
 
 from ..records.estimators import Estimate
 from ..records.tables import TableRows, print_table
-from .result import Calibration, Diagnosis, EngineMismatch, Tolerance, label
+from .result import Calibration, Diagnosis, EngineMismatch, Tolerance
 
 
-MEASURES = {
-    "prob_diff": "|π_train − π_inf|",
-    "prob_ratio": "|π_train / π_inf − 1|",
-    "log_prob": "|log π_train − log π_inf|",
-}
 _SHOWN = ("50", "90", "99", "99.9")
 
 
@@ -23,13 +18,10 @@ def summary_table(calibration: Calibration) -> TableRows:
         ("δ: 50 / 90 / 99 / 99.9 %", lambda e: " / ".join(f"{e.percentiles[p]:.2g}" for p in _SHOWN)),
         ("KL(π_inf ‖ π_train), k3, nats", lambda e: _interval(e.estimates["k3_kl"])),
         ("Pearson of probabilities", lambda e: f"{e.pearson:.6f}"),
-        ("tokens (without log-prob)", lambda e: f"{e.tokens:,} ({e.unscored:,})"),
-        (
-            "completions cut off / empty",
-            lambda e: f"{e.truncated / e.completions:.1%} / {e.empty / e.completions:.1%}",
-        ),
+        ("tokens", lambda e: f"{e.tokens:,}"),
+        ("completions cut off", lambda e: f"{e.truncated / e.completions:.1%}"),
     ]
-    head = ["", *(label(engine.engine) for engine in calibration.engines)]
+    head = ["", *(engine.engine for engine in calibration.engines)]
     return head, [[name, *(cell(engine) for engine in calibration.engines)] for name, cell in rows]
 
 
@@ -48,30 +40,20 @@ def split_table(diagnosis: Diagnosis) -> TableRows:
 
 def print_calibration(calibration: Calibration) -> None:
     """Print the tables, the advice, the notes and the lines for the configuration to the terminal."""
-    print_table(
-        *summary_table(calibration), f"{_trained(calibration)}, δ = {MEASURES[calibration.settings['measure']]}"
-    )
+    settings = calibration.settings
+    print_table(*summary_table(calibration), f"{settings['model']}, δ by {settings['measure']}")
     for engine in calibration.engines:
         if engine.diagnosis is not None:
-            print_table(*split_table(engine.diagnosis), f"{label(engine.engine)}: where δ̄ comes from")
+            print_table(*split_table(engine.diagnosis), f"{engine.engine}: where δ̄ comes from")
     print("How ε follows from δ̄: docs/calibration.md, the rule for ε.")
     for engine in calibration.engines:
         for advice in engine.diagnosis.advice if engine.diagnosis is not None else []:
-            print(f"ADVICE, {label(engine.engine)}: {advice}")
+            print(f"ADVICE, {engine.engine}: {advice}")
         for note in engine.notes:
-            print(f"NOTE, {label(engine.engine)}: {note}")
-    prompts = calibration.settings["prompts"]
+            print(f"NOTE, {engine.engine}: {note}")
     for engine in calibration.engines:
-        print(f"{engine.tolerance.config_line}  # {label(engine.engine)}, measured on {prompts} prompts")
+        print(f"{engine.tolerance.config_line}  # {engine.engine}, measured on {settings['prompts']} prompts")
 
 
 def _interval(estimate: Estimate | Tolerance) -> str:
     return f"{estimate.value:#.3g}\n[{estimate.low:#.3g}, {estimate.high:#.3g}]"
-
-
-def _trained(calibration: Calibration) -> str:
-    """Name the model and its training precision."""
-    settings = calibration.settings
-    autocast = settings["bf16_autocast"] and settings["weights_dtype"] != "bfloat16"
-    precision = settings["weights_dtype"] + (" under bfloat16 autocast" if autocast else "")
-    return f"{settings['model']}, trained in {precision}"

@@ -13,7 +13,6 @@ from ..evaluation.samples import Sample
 from ..grading import Grader
 from ..records.estimators import Estimate, mean_estimate
 from ..resuming.checkpoints import on_main_process
-from ..resuming.interruption import stop_if_asked
 from ..rollouts.sampling import Completion
 from ..settings.reward_functions import RewardFunction
 from ..trainer import DCGRPOTrainer
@@ -68,7 +67,6 @@ def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int, label: str) -> I
     hidden = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
     for start in tqdm(starts, desc=label, unit="batch", leave=False, dynamic_ncols=True, disable=hidden):
         first = start + accelerator.process_index * batch_size
-        stop_if_asked(trainer)
         rows = [min(row, size - 1) for row in range(first, first + batch_size)]
         yield rows, len(range(first, min(first + batch_size, size)))
 

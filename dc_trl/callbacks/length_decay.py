@@ -159,7 +159,15 @@ class LengthDecaySchedule(LRScheduler):
         return super().state_dict() | {"detector": self.detector.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``: period, floor, η_0 and detector become the saved ones, as does the rate."""
+        """Continue from ``state_dict()``: period, floor, η_0 and detector become the saved ones, as does the rate.
+
+        The state of another scheduler gives only the number of steps: this schedule begins there, at its own η_0.
+        """
+        if "detector" not in state_dict:
+            self.last_epoch = self.detector.step = state_dict["last_epoch"]
+            if self._decay_period is not None:
+                self._passed = (self.last_epoch + 1) // self._decay_period
+            return
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "detector"})
         self.detector.load_state_dict(state_dict["detector"])
         # PyTorch leaves the rate to the optimizer's own state, which not everyone saves.

@@ -2,17 +2,16 @@
 
     dc-trl calibrate --model Qwen/Qwen3-8B --engine bf16 fp8 --dataset_name data/dapo/train.parquet \\
       --prompt_column problem --prompts 128
-    dc-trl calibrate --model Qwen/Qwen3-8B --engine http://127.0.0.1:8000 --benchmark math500
+    dc-trl calibrate --model Qwen/Qwen3-8B --engine http://127.0.0.1:8000 --dataset_name dapo
 
 An engine is a scheme (fp8: a vLLM server of the model in that scheme is started and ended), replica:SCHEME (a replica
 in this process, without vLLM), or the URL of a vLLM server that runs the model already. Several engines are compared
 on the same prompts. They sample from the whole distribution, so there is no top-p, top-k or min-p. The terminal shows
-tables; the output directory gets calibration.json and a figure of both probabilities.
+tables; the output directory gets calibration.json.
 
 Where an engine's scheme is known, its δ̄ is split into causes. --fail_above ends with exit code 1, for CI.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ..calibration import CalibrationSettings, calibrate
-from ..calibration.figures import probability_figure
 from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
 from ..calibration.tables import print_calibration
-from ..data.benchmarks import BENCHMARKS
-from ..files import parse_object
-from ..report.figures import save_figure
 from ..rollouts.sampling import ENGINE_HELP, EngineSpec
 from ..serving.errors import ServerError
 from ..settings.command_line import (
@@ -35,6 +30,7 @@ from ..settings.command_line import (
     add_fields,
     add_model,
     add_serve_options,
+    add_template,
     leave_on_sigterm,
     refused_in_one_line,
     say,
@@ -44,7 +40,6 @@ from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_numbers
 from ..training.problems import DataArguments, draw_prompts
 
 
-FIGURE_FILE = "probabilities.png"
 # Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.
 TRAIN_DTYPES = {"bfloat16": (torch.bfloat16, True), "mixed": (torch.float32, True), "float32": (torch.float32, False)}
 DATA_FIELDS = ("dataset_config", "dataset_split", "prompt_column", "answer_column", "instruction", "max_prompt_length")
@@ -71,32 +66,25 @@ def make_parser() -> OptionParser:
     add_serve_options(parser)
 
     prompts = parser.add_argument_group("the prompts")
-    source = prompts.add_mutually_exclusive_group()
-    source.add_argument(
+    prompts.add_argument(
         "--dataset_name",
         help="Hub id, .json/.jsonl/.parquet/.csv file, 'dapo' or 'arithmetic' (default), as for dc-trl train",
     )
-    source.add_argument(
-        "--benchmark", metavar="NAME[=FILE]", help=f"one of {', '.join(BENCHMARKS)}, as for dc-trl evaluate"
-    )
     add_fields(prompts, DataArguments, *DATA_FIELDS)
-    prompts.add_argument("--chat_template_kwargs", default="{}", help="'{\"enable_thinking\": false}'")
+    add_template(prompts)
     prompts.add_argument("--prompts", type=int, default=128, help="how many, drawn at random (default: 128)")
 
     for title, names in SETTINGS.items():
         add_fields(parser.add_argument_group(title), CalibrationSettings, *names)
     parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu", replica_batch=256)
 
-    causes = parser.add_argument_group("the causes")
-    causes.add_argument(
+    output = parser.add_argument_group("the results")
+    output.add_argument(
         "--no_split",
         dest="split",
         action="store_false",
-        help="do not split δ̄ into its causes, which takes a scoring pass for each set of causes: 2 for bf16, 4 for "
-        "int4, 8 for fp8 and int8, and one for the floor",
+        help="do not split δ̄ into its causes, which takes up to nine scoring passes",
     )
-
-    output = parser.add_argument_group("the results")
     output.add_argument(
         "--fail_above", type=float, metavar="X", help="end with exit code 1 if a measured δ̄ is above X; for CI"
     )
@@ -105,68 +93,49 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def require_device(name: str) -> None:
-    """Refuse a device that torch does not know, or that is not available."""
-    try:
-        torch.ones(1, device=name).item()
-    except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"device={name!r} cannot be used ({reason}): use cpu, or cuda where there is a GPU."
-        ) from error
-
-
-def run(args: argparse.Namespace) -> None:
-    # Wrong options are refused before the model is loaded.
-    require_numbers(args, RANGES)
-    dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
-    settings = CalibrationSettings(
-        **{name: getattr(args, name) for names in SETTINGS.values() for name in names},
-        split=args.split,
-        serve_options=args.serve_options,
-        bf16=bf16,
-        chat_template_kwargs=parse_object("chat_template_kwargs", args.chat_template_kwargs),
-        log_dir=args.output,
-        settings={
-            "revision": args.revision,
-            "train_dtype": args.train_dtype,
-            "prompts_from": args.benchmark or args.dataset_name or "arithmetic",
-        },
-        report=say,
-    )
-    engines = [EngineSpec.parse(word) for word in args.engine]
-    require_device(args.device)
-    config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
-    if hasattr(config, "quantization_config"):
-        raise ValueError(
-            f"model={args.model!r} is quantized: give the model that is trained, and --engine its scheme."
-        )
-    if (args.output / CALIBRATION_FILE).exists() and not args.overwrite:
-        raise ValueError(
-            f"output='{args.output}' holds a calibration already: choose another --output, or replace it with "
-            "--overwrite."
-        )
-    args.output.mkdir(parents=True, exist_ok=True)
-    require_engines(engines, config)
-    data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
-    prompts = draw_prompts(data, tokenizer, args.prompts, args.seed, args.benchmark)
-    model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
-    calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
-    calibration.save(args.output / CALIBRATION_FILE)
-    save_figure(probability_figure(calibration.engines), args.output / FIGURE_FILE)
-    print_calibration(calibration)
-    print(f"{CALIBRATION_FILE} and {FIGURE_FILE} are in {args.output}")
-    above = [
-        f"{engine.engine}: {delta.value:.3g} [{delta.low:.3g}, {delta.high:.3g}]"
-        for engine in calibration.engines
-        if args.fail_above is not None and (delta := engine.estimates["discrepancy"]).value > args.fail_above
-    ]
-    if above:
-        sys.exit(f"failed: δ̄ is above --fail_above {args.fail_above:g} for {'; '.join(above)}")
-
-
 def main(words: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(words)
     leave_on_sigterm()
     with refused_in_one_line(ServerError):
-        run(args)
+        # Wrong options are refused before the model is loaded.
+        require_numbers(args, RANGES)
+        dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
+        settings = CalibrationSettings(
+            **{name: getattr(args, name) for names in SETTINGS.values() for name in names},
+            split=args.split,
+            serve_options=args.serve_options,
+            bf16=bf16,
+            chat_template_kwargs=args.chat_template_kwargs,
+            settings={
+                "revision": args.revision,
+                "train_dtype": args.train_dtype,
+                "prompts_from": args.dataset_name or "arithmetic",
+            },
+            report=say,
+        )
+        engines = [EngineSpec.parse(word) for word in args.engine]
+        config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
+        if hasattr(config, "quantization_config"):
+            raise ValueError(
+                f"model={args.model!r} is quantized: give the model that is trained, and --engine its scheme."
+            )
+        if (args.output / CALIBRATION_FILE).exists() and not args.overwrite:
+            raise ValueError(
+                f"output='{args.output}' holds a calibration already: choose another --output, or give --overwrite."
+            )
+        args.output.mkdir(parents=True, exist_ok=True)
+        require_engines(engines, config)
+        data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
+        prompts = draw_prompts(data, tokenizer, args.prompts, args.seed)
+        model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
+        calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
+        calibration.save(args.output / CALIBRATION_FILE)
+        print_calibration(calibration)
+        print(f"{CALIBRATION_FILE} is in {args.output}")
+        above = [
+            f"{engine.engine}: {delta.value:.3g} [{delta.low:.3g}, {delta.high:.3g}]"
+            for engine in calibration.engines
+            if args.fail_above is not None and (delta := engine.estimates["discrepancy"]).value > args.fail_above
+        ]
+        if above:
+            sys.exit(f"failed: δ̄ is above --fail_above {args.fail_above:g} for {'; '.join(above)}")

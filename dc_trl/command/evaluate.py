@@ -16,9 +16,7 @@ from pathlib import Path
 from ..data.benchmarks import BENCHMARKS
 from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
-from ..evaluation.results import Evaluation
-from ..evaluation.table import print_comparison, print_evaluations
-from ..files import parse_object
+from ..evaluation.results import Evaluation, print_comparison, print_evaluations
 from ..quantization.schemes import SCHEMES
 from ..rollouts.sampling import ENGINE_HELP, Sampling
 from ..serving.errors import ServerError
@@ -26,6 +24,7 @@ from ..settings.command_line import (
     OptionParser,
     add_model,
     add_serve_options,
+    add_template,
     leave_on_sigterm,
     refused_in_one_line,
 )
@@ -46,7 +45,7 @@ def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "evaluate")
     model = parser.add_argument_group("the model")
     add_model(model, "of the model; also of a checkpoint that is quantized already", required=False)
-    model.add_argument("--chat_template_kwargs", default="{}", help="'{\"enable_thinking\": false}'")
+    add_template(model)
 
     problems = parser.add_argument_group("the problems")
     problems.add_argument(
@@ -91,7 +90,6 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("model is not set: give --model with a Hub id or a directory, or --compare.")
     require_numbers(args, RANGES)
     sampling = Sampling(args.max_tokens, args.temperature, args.top_p)
-    template_kwargs = parse_object("chat_template_kwargs", args.chat_template_kwargs)
     config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
     model = EvaluatedModel(args.model, args.revision, config, tokenizer)
     engines = choose_engines(model, args.engine, args.scheme)
@@ -99,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     benchmarks = [Benchmark.load(word, samples=args.samples, limit=args.limit) for word in words]
     output: Path = args.output or Path("runs", "evaluation")
     output.mkdir(parents=True, exist_ok=True)
-    prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, template_kwargs).values()]
+    prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, args.chat_template_kwargs).values()]
     evaluations = []
     for spec in engines:
         assert spec.scheme is not None  # choose_engines has found it
@@ -123,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
                 sampling=sampling,
                 seed=args.seed,
                 settings={"weights": weights, "engine": "replica" if spec.kind == "replica" else "vllm"},
-                chat_template_kwargs=template_kwargs,
+                chat_template_kwargs=args.chat_template_kwargs,
             )
         evaluations.append(evaluation)
     print_evaluations(evaluations)

@@ -1,4 +1,4 @@
-"""Plans the memory of a run from a model's configuration alone: what each training device holds, and a weight sync.
+"""Plans the memory of a run from a model's configuration alone: what each training device holds.
 
     dc-trl plan --model configs/models/qwen3_8b.json --device h100 --gpus 4
     dc-trl plan --config qwen3_30b_a3b_fp8 --device h100 --gpus 16
@@ -6,16 +6,13 @@
 It loads no weights and no engine, and starts nothing. docs/planning.md has the formulas, and runs beside them.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any
 
-from ..planning.architecture import Architecture, load_architecture
-from ..planning.memory import DEVICES, USABLE, Strategy, checkpoint_bytes, trainer_memory
-from ..planning.work import Work, work_of_config
+from ..planning.architecture import load_architecture
+from ..planning.memory import DEVICES, USABLE, Strategy, Work, trainer_memory, work_of_config
 from ..records.tables import print_table
-from ..settings.command_line import OptionParser, add_fields, refused_in_one_line, say
+from ..settings.command_line import OptionParser, add_fields, refused_in_one_line
 from ..settings.paths import config_file, shipped
 from ..settings.ranges import COUNT, require_number
 
@@ -35,8 +32,7 @@ def make_parser() -> OptionParser:
     machine.add_argument("--device", default="h100", choices=DEVICES, help="kind of device (default: h100)")
     machine.add_argument("--gpus", type=int, default=8, help="devices that train (default: 8)")
     work = parser.add_argument_group("the work")
-    model = "Hub id, directory or config.json; by default the model of --config"
-    work.add_argument("--model", type=shipped, help=model)
+    work.add_argument("--model", type=shipped, help="Hub id, directory or config.json (default: that of --config)")
     work.add_argument("--revision", default="main", help="revision of a Hub model")
     work.add_argument("--config", help="training configuration, or the name of one that ships, as for dc-trl train")
     add_fields(work, Work, *WORK)
@@ -44,30 +40,18 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def planned(args: argparse.Namespace) -> tuple[str, Architecture, Work]:
-    """Return what is planned: the model's name and sizes, and the work.
-
-    Raises:
-        ValueError: names the option, its value and the remedy.
-        OSError: a file cannot be read.
-    """
-    require_number("gpus", args.gpus, COUNT)
-    settings: dict[str, Any] = {}
-    named = args.model
-    if args.config is not None:
-        settings, of_config = work_of_config(config_file(args.config))
-        named = named or shipped(of_config)
-    if named is None:
-        raise ValueError("model is not set: give --model, or --config with a model_name_or_path.")
-    work = Work(**settings | {name: value for name in WORK if (value := getattr(args, name)) is not None})
-    return named, load_architecture(named, args.revision), work
-
-
 def main(words: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(words)
     with refused_in_one_line():
-        name, model, work = planned(args)
-    memories = [trainer_memory(model, strategy, args.gpus, work.micro_batch(sync)) for strategy, sync in WAYS.values()]
+        require_number("gpus", args.gpus, COUNT)
+        settings, of_config = ({}, None) if args.config is None else work_of_config(config_file(args.config))
+        name = args.model or shipped(of_config or "")
+        if not name:
+            raise ValueError("model is not set: give --model, or --config with a model_name_or_path.")
+        given = {field: value for field in WORK if (value := getattr(args, field)) is not None}
+        work = Work(**settings | given)
+        model = load_architecture(name, args.revision)
+    memories = [trainer_memory(model, strategy, args.gpus, work, sync) for strategy, sync in WAYS.values()]
     usable = DEVICES[args.device] * USABLE
     rows = [
         [f"{part}, GB", *(f"{asdict(memory)[part] / 1e9:.1f}" for memory in memories)] for part in asdict(memories[0])
@@ -76,5 +60,3 @@ def main(words: Sequence[str] | None = None) -> None:
     rows.append(["fits", *("yes" if memory.total <= usable else "no" for memory in memories)])
     title = f"{name}: each of {args.gpus} training {args.device}, of which {usable / 1e9:.0f} GB are usable"
     print_table(["", *WAYS], rows, title)
-    checkpoint, stream = (checkpoint_bytes(model, scheme) / 1e9 for scheme in (work.scheme, "bf16"))
-    say(f"A weight sync moves {checkpoint:.1f} GB as a checkpoint in {work.scheme}, {stream:.1f} GB as TRL's stream.")

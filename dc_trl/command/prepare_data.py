@@ -1,21 +1,18 @@
 """Cleans training problems, removes what the benchmarks hold, and writes them with a report.
 
-    dc-trl prepare-data --dataset dapo --output data/dapo
+    dc-trl prepare-data --output data/dapo
     dc-trl prepare-data --file mine.jsonl --prompt_column question --answer_column answer --output data/mine
 
 Train on the result: `dc-trl train --dataset_name data/dapo/train.parquet --prompt_column problem`.
 """
 
-import argparse
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, parse_benchmark
-from ..data.cleaning import Report, clean
+from ..data.cleaning import clean
 from ..data.dapo import DAPO, load_dapo
 from ..files import write_text
 from ..settings.command_line import OptionParser, refused_in_one_line
@@ -26,8 +23,7 @@ TRAIN_FILE, REPORT_FILE = "train.parquet", "report.json"
 
 def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "prepare-data")
-    parser.add_argument("--dataset", choices=["dapo"], default="dapo", help=f"from the Hub: {DAPO.hub_id}")
-    parser.add_argument("--file", help="local JSON, JSONL or Parquet file of the data set, in place of the Hub")
+    parser.add_argument("--file", help=f"local JSON, JSONL or Parquet file of problems (default: {DAPO.hub_id})")
     parser.add_argument("--prompt_column", help="column of the problems, where the file has others than DAPO's")
     parser.add_argument("--answer_column", help="column of the gold answers; a dot reads nested fields")
     parser.add_argument("--output", required=True, type=Path, help="new directory for the result")
@@ -41,31 +37,21 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def prepare(arguments: argparse.Namespace, folder: Path) -> Report:
-    """Write all files into a folder. Everything that can be wrong with the input is found before rows are read."""
-    files = dict(map(parse_benchmark, arguments.benchmarks))
-    rows = load_dapo(arguments.file, arguments.prompt_column, arguments.answer_column)
-    kept, report = clean(rows, {name: load_benchmark(name, file) for name, file in files.items()})
-    sources = {arguments.dataset: arguments.file or str(DAPO)}
-    sources |= {name: file or str(BENCHMARKS[name]) for name, file in files.items()}
-    kept.to_parquet(folder / TRAIN_FILE)
-    content = {"sources": sources, "counts": report.counts, **asdict(report)}
-    write_text(folder / REPORT_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    return report
-
-
 def main(words: Sequence[str] | None = None) -> None:
     arguments = make_parser().parse_args(words)
-    output = arguments.output.absolute()
+    output: Path = arguments.output
     with refused_in_one_line():
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        # What can be wrong with the input is found before rows are read.
+        if output.exists():
             raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the output, which then appears at once and whole, or not at all.
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
-            result = Path(folder, output.name)
-            result.mkdir()
-            report = prepare(arguments, result)
-            os.replace(result, output)
+        files = dict(map(parse_benchmark, arguments.benchmarks))
+        rows = load_dapo(arguments.file, arguments.prompt_column, arguments.answer_column)
+        kept, report = clean(rows, {name: load_benchmark(name, file) for name, file in files.items()})
+        sources = {"problems": arguments.file or str(DAPO)}
+        sources |= {name: file or str(BENCHMARKS[name]) for name, file in files.items()}
+        output.mkdir(parents=True)
+        kept.to_parquet(output / TRAIN_FILE)
+        content = {"sources": sources, "counts": report.counts, **asdict(report)}
+        write_text(output / REPORT_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     report.print()
-    print(f"{TRAIN_FILE} and {REPORT_FILE} are in {arguments.output}")
+    print(f"{TRAIN_FILE} and {REPORT_FILE} are in {output}")

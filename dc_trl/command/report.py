@@ -6,7 +6,6 @@ dc-trl report runs/quickstart --output report.html
 To compare several runs, use the tracker that report_to names (trackio, W&B).
 """
 
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +26,6 @@ def make_parser() -> OptionParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(words)
-    gc.disable()  # figures live to the end of the process, and looking through them takes a tenth of its time
     with refused_in_one_line():
         page = write_report(args.run, args.output or Path(args.run, PAGE), args.title)
     print(f"wrote {page}")

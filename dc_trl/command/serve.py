@@ -6,11 +6,11 @@ It stays in the foreground; Ctrl-C ends the server and all its processes. Option
 environment variable VLLM_API_KEY has a key, every client has to give it; the trainer reads the same variable.
 """
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..quantization.schemes import SCHEMES
@@ -24,10 +24,6 @@ def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "serve")
     add_model(parser, "of the model that is trained")
     parser.add_argument("--scheme", default="bf16", choices=SCHEMES, help="format that the server runs in")
-    parser.add_argument(
-        "--checkpoint_dir",
-        help="directory that keeps the checkpoint in the scheme; without one it is deleted at the end",
-    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 chooses a free one")
     parser.add_argument("--max_model_len", type=int, help="largest number of tokens of a prompt and its completion")
@@ -39,20 +35,27 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
-    with serve(
-        args.model,
-        args.scheme,
-        revision=args.revision,
-        checkpoint_dir=args.checkpoint_dir,
-        host=args.host,
-        port=args.port,
-        max_model_len=args.max_model_len,
-        start_timeout=args.start_timeout,
-        log_path=args.log,
-        options=[*([ROUTES_OPTION] if args.routing_replay else []), *args.options],
-        report=say,
-    ) as server:
+def main(words: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(words)
+    if args.require_api_key and not os.environ.get("VLLM_API_KEY"):
+        sys.exit("error: --require_api_key: set the environment variable VLLM_API_KEY to the key.")
+    leave_on_sigterm()
+    with (
+        suppress(KeyboardInterrupt),
+        refused_in_one_line(ServerError),
+        serve(
+            args.model,
+            args.scheme,
+            revision=args.revision,
+            host=args.host,
+            port=args.port,
+            max_model_len=args.max_model_len,
+            start_timeout=args.start_timeout,
+            log_path=args.log,
+            options=[*([ROUTES_OPTION] if args.routing_replay else []), *args.options],
+            report=say,
+        ) as server,
+    ):
         say(
             f"ready: train with --use_vllm --vllm_mode server --vllm_server_base_url {server.url} "
             f"--deployment_scheme {args.scheme}"
@@ -60,15 +63,4 @@ def run(args: argparse.Namespace) -> None:
         while server.pid is not None:
             time.sleep(1)
         raise ServerError(f"vLLM ended by itself: {server.last_error()} (log: {server.log_path})")
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(words)
-    if args.require_api_key and not os.environ.get("VLLM_API_KEY"):
-        sys.exit("error: --require_api_key: set the environment variable VLLM_API_KEY to the key.")
-    leave_on_sigterm()
-    try:
-        with refused_in_one_line(ServerError):
-            run(args)
-    except KeyboardInterrupt:
-        say("stopped")
+    say("stopped")

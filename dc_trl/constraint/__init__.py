@@ -1,4 +1,1 @@
-"""The constraint: the discrepancy, its multiplier and the advantages.
-
-These are pure functions of tensors and numbers, without TRL and vLLM.
-"""
+"""The constraint: the discrepancy, its multiplier and the advantages, as functions without TRL and vLLM."""

@@ -2,22 +2,8 @@
 
 A correction is a function of the sampled tokens that returns the weight of each of them. The trainer multiplies the
 token's advantage by this weight, after the form of the constraint has acted. A weight of 0 masks the token: it has no
-gradient and does not count in δ̄. With r = π_train/π_inf of a token, taken at the weights that sampled:
-
-===================== ======================================================= ========================================
-``token_truncate``    clip(r, lower, upper)                                   TIS, fengyao.notion.site/off-policy-rl
-``token_mask``        r within [lower, upper], else 0                         MIS, richardli.xyz/rl-collapse
-``sequence_truncate`` clip(Π_t r_t, lower, upper)                             sequence TIS, the same
-``sequence_mask``     Π_t r_t within [lower, upper], else 0                   sequence MIS, the same
-``geometric_mask``    1 where (Π_t r_t)^(1/|o|) is within the bounds, else 0  the same; arXiv 2512.23075
-``icepop``            r within [lower, upper], else 0; two-sided by default   IcePop, arXiv 2510.18855
-``tv_mask``           r, or 0 where the token has moved past upper in the     DPPO-Binary-TV, arXiv 2602.04879
-                      direction of its advantage
-``ppo_clip``          r, or 0 where it has passed a bound in the direction    PPO, arXiv 1707.06347, eq. 7, with the
-                      of its advantage                                        sampler as the old policy
-``ppo_clip_by_age``   ``ppo_clip`` with bounds 1 + (bound − 1)/(1 + age)      ours, after arXiv 2607.18722
-``odds_truncate``     r, with the odds ratio within [lower, upper]            log-odds cap, arXiv 2609.32444
-===================== ======================================================= ========================================
+gradient and does not count in δ̄. With r = π_train/π_inf of a token, taken at the weights that sampled, each function
+below says what its weight is, and where it comes from.
 
 Each function takes the `SampledTokens`, whose advantages the weights will multiply, and the bounds ``lower`` and
 ``upper``, whose defaults are also those of the settings. It returns weights ≥ 0, shape (B, T), float32 (float64 if an
@@ -30,15 +16,15 @@ Several corrections combine: the first one gives the weights, and each other one
 it gives 0 itself. ``["token_truncate", "geometric_mask(0.99, 1.01)"]`` is TIS on the trajectories that the mask keeps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..sampled_tokens import LOG_RATIO_BOUND, SampledTokens, trajectory_mean
-from .custom import resolve
+from ..settings.users_function import resolve
 from .settings import ConstraintSettings, parts_of
 
 
@@ -47,11 +33,8 @@ from .settings import ConstraintSettings, parts_of
 ONE_SIDED_BOUND = 20.0
 
 
-class Correction(Protocol):
-    """A correction with its bounds."""
-
-    def __call__(self, tokens: SampledTokens) -> Tensor:
-        """Return the weight of each token, shape (B, T); see the top of this file."""
+# A correction with its bounds: it returns the weight of each token, shape (B, T).
+Correction: TypeAlias = Callable[[SampledTokens], Tensor]
 
 
 def _bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -63,18 +46,17 @@ def _within(ratio: Tensor, lower: float, upper: float) -> Tensor:
 
 
 def token_truncate(tokens: SampledTokens, lower: float = 0.0, upper: float = 2.0) -> Tensor:
-    """Return truncated importance weights, clip(r, lower, upper). The default C = 2 is that of arXiv 2602.01826."""
+    """Return clip(r, lower, upper): TIS, fengyao.notion.site/off-policy-rl; by default 2, of arXiv 2602.01826."""
     return _bounded_exp(tokens.log_ratio).clamp(lower, upper)
 
 
 def token_mask(tokens: SampledTokens, lower: float = 0.0, upper: float = 2.0) -> Tensor:
-    """Return r where it is within the bounds, else 0. The default C = 2 is that of arXiv 2602.01826."""
+    """Return r where it is within the bounds, else 0: MIS, richardli.xyz/rl-collapse, with the same default."""
     ratio = _bounded_exp(tokens.log_ratio)
     return ratio.where(_within(ratio, lower, upper), 0.0)
 
 
 def _sequence_ratio(tokens: SampledTokens) -> Tensor:
-    """Return Π_t r_t of each trajectory at each of its positions, shape (B, T)."""
     log_ratio = tokens.log_ratio
     return _bounded_exp(log_ratio.sum(-1, keepdim=True)).expand_as(log_ratio)
 
@@ -91,10 +73,9 @@ def sequence_mask(tokens: SampledTokens, lower: float = 0.0, upper: float = 2.0)
 
 
 def geometric_mask(tokens: SampledTokens, lower: float = 0.99, upper: float = 1.01) -> Tensor:
-    """Mask trajectories whose geometric mean of r is out of bounds, which avoids the length bias of `sequence_mask`.
+    """Mask trajectories whose geometric mean of r is out of bounds (arXiv 2512.23075); the others have a weight of 1.
 
-    Trajectories that are kept have a weight of 1. The default bounds are SkyRL's. They suit long trajectories, in
-    whose mean the noise of single tokens cancels.
+    The default bounds are SkyRL's. They suit long trajectories, in whose mean the noise of single tokens cancels.
     """
     log_ratio = tokens.log_ratio
     mean = _bounded_exp(trajectory_mean(log_ratio, tokens.scored).unsqueeze(-1))
@@ -178,32 +159,25 @@ def correction_of(settings: ConstraintSettings) -> Correction | None:
     Raises:
         ValueError: `rollout_correction` does not name a correction (see `resolve`), or several that do not combine.
     """
-    names = settings.correction_names
-    if not names:
+    if settings.rollout_correction == "none":
         return None
-    if len(names) == 1:
-        bounds = {"lower": settings.rollout_correction_min, "upper": settings.rollout_correction_max}
-        return _bounded(settings.rollout_correction, {name: b for name, b in bounds.items() if b is not None})
-    return _combined(settings)
-
-
-def _bounded(name: str, bounds: Mapping[str, float]) -> Correction:
-    return partial(resolve("rollout_correction", name, CORRECTIONS, **bounds), **bounds)
-
-
-def _combined(settings: ConstraintSettings) -> Correction:
-    said = f"rollout_correction={settings.rollout_correction!r}"
-    for field in ("rollout_correction_min", "rollout_correction_max"):
-        if (bound := getattr(settings, field)) is not None:
-            raise ValueError(
-                f"{field}={bound!r} does not say which of {said} it bounds: leave it out, and write bounds behind a "
-                "name, as in 'token_truncate(0, 2)'."
-            )
     parts = parts_of(settings.rollout_correction)
+    given = {"lower": settings.rollout_correction_min, "upper": settings.rollout_correction_max}
+    of_fields = {name: bound for name, bound in given.items() if bound is not None}
+    said = f"rollout_correction={settings.rollout_correction!r}"
+    if len(parts) == 1:
+        parts[0][1].update(of_fields)
+    elif of_fields:
+        raise ValueError(
+            f"rollout_correction_min and rollout_correction_max do not say which of {said} they bound: leave them "
+            "out, and write bounds behind a name, as in 'token_truncate(0, 2)'."
+        )
     for name, _ in parts[1:]:
         if name in _TRUNCATIONS:
             raise ValueError(f"{said}: {name} masks no token, so only the first correction can be it: put it first.")
-    first, *masks = (_bounded(name, bounds) for name, bounds in parts)
+    first, *masks = (
+        partial(resolve("rollout_correction", name, CORRECTIONS, **bounds), **bounds) for name, bounds in parts
+    )
 
     def correction(tokens: SampledTokens) -> Tensor:
         weights = first(tokens)

@@ -72,7 +72,6 @@ def discrepancy_penalty(
     Returns:
         Shape (B, T), dtype of ``delta``, 0 at unscored tokens.
     """
-    require_choice("discrepancy_level", level, Level)
     penalty = delta if coefficient is None else coefficient
     if level == "sequence":
         delta, penalty = (trajectory_mean(value, scored).unsqueeze(-1).expand_as(value) for value in (delta, penalty))
@@ -95,7 +94,6 @@ def discrepancy_sums(delta: Tensor, scored: Tensor, reduction: Reduction = "sequ
     Returns:
         "discrepancy_sum" and "discrepancy_count", scalars. A trajectory without a scored token counts nowhere.
     """
-    require_choice("batch_reduction", reduction, Reduction)
     delta = delta.to(accumulator(delta))
     if reduction == "sequence":
         total, count = trajectory_mean(delta, scored).sum(), scored.any(-1).sum()

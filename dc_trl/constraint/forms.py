@@ -20,12 +20,12 @@ A user's own function has the signature of `quadratic` and is named `module:func
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
-from .custom import resolve
+from ..settings.users_function import resolve
 from .discrepancy import discrepancy_penalty, signed_discrepancy, token_discrepancy
 from .settings import ConstraintSettings, Measure
 
@@ -47,19 +47,9 @@ class Constrained(NamedTuple):
     penalty: Tensor
 
 
-class Form(Protocol):
-    """A form of the constraint, with its settings."""
-
-    def __call__(self, tokens: SampledTokens, multiplier: float) -> Constrained:
-        """Constrain a micro-batch.
-
-        Args:
-            tokens: sampled tokens, whose log π_train is from before the first optimizer step on the batch. The
-                advantages are those of trajectories, shape (B,).
-            multiplier: λ ≥ 0.
-        """
-
-
+# A form with its settings: of the sampled tokens, whose log π_train is from before the first optimizer step on the
+# batch and whose advantages are those of trajectories, shape (B,), and of λ ≥ 0.
+Form: TypeAlias = Callable[[SampledTokens, float], Constrained]
 # The coefficient of each token, shape (B, T), without a gradient.
 Coefficient = Callable[..., Tensor]  # (tokens: SampledTokens, measure: Measure)
 
@@ -97,15 +87,26 @@ def log_ratio(tokens: SampledTokens, measure: Measure) -> Tensor:
 COEFFICIENTS: dict[str, Coefficient] = {"injected": injected, "quadratic": quadratic, "log_ratio": log_ratio}
 
 
-def through_advantages(coefficient: Coefficient, settings: ConstraintSettings) -> Form:
-    """Return a form that acts through the advantages: Ã = Â − λ·coefficient.
+def coefficient_of(settings: ConstraintSettings) -> Coefficient:
+    """Return the coefficient that `constraint_form` names.
+
+    Raises:
+        ValueError: it does not name a form; see `resolve`.
+    """
+    return resolve("constraint_form", settings.constraint_form, COEFFICIENTS, measure=settings.discrepancy_measure)
+
+
+def form_of(settings: ConstraintSettings) -> Form | None:
+    """Return the form that the settings ask for, Ã = Â − λ·coefficient; None where δ is only measured.
 
     The settings give the measure of δ and D, whether a token has its own coefficient or its trajectory's mean, and the
     δ up to which a token is not penalised (see `discrepancy_penalty`).
     """
+    if settings.constraint == "none":
+        return None
+    coefficient, measure = coefficient_of(settings), settings.discrepancy_measure
 
     def form(tokens: SampledTokens, multiplier: float) -> Constrained:
-        measure = settings.discrepancy_measure
         delta = injected(tokens, measure)
         coefficients = delta if coefficient is injected else coefficient(tokens, measure=measure)
         if coefficients.shape != delta.shape:
@@ -119,19 +120,3 @@ def through_advantages(coefficient: Coefficient, settings: ConstraintSettings) -
         return Constrained(tokens.token_advantages - multiplier * penalty, penalty)
 
     return form
-
-
-def coefficient_of(settings: ConstraintSettings) -> Coefficient:
-    """Return the coefficient that `constraint_form` names.
-
-    Raises:
-        ValueError: it does not name a form; see `resolve`.
-    """
-    return resolve("constraint_form", settings.constraint_form, COEFFICIENTS, measure=settings.discrepancy_measure)
-
-
-def form_of(settings: ConstraintSettings) -> Form | None:
-    """Return the form that the settings ask for; None where the discrepancy is only measured (`constraint="none"`)."""
-    if settings.constraint == "none":
-        return None
-    return through_advantages(coefficient_of(settings), settings)

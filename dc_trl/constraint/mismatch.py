@@ -151,12 +151,9 @@ def combine_sums(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
             if name not in combined:
                 combined[name] = value
             elif name.endswith("_max"):
-                combined[name] = _larger(combined[name], value)
+                # Python's max compares on the host, which would wait for the device.
+                larger = torch.maximum if isinstance(value, Tensor) else max
+                combined[name] = larger(combined[name], value)
             else:
                 combined[name] = combined[name] + value
     return combined
-
-
-def _larger(first: Value, second: Value) -> Value:
-    # Python's max compares on the host, which would wait for the device.
-    return torch.maximum(first, second) if isinstance(first, Tensor) else max(first, second)

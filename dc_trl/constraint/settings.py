@@ -1,6 +1,7 @@
 """The settings of the constraint and of the correction, which both trainers have. This module needs no TRL."""
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -40,36 +41,29 @@ class ConstraintSettings:
 
     constraint: Constraint = setting(
         "none",
-        'How the discrepancy is constrained. If it is not set, recipe decides. "none": GRPO; the discrepancy is only '
-        'measured and logged. "static": Dual-GRPO (arXiv 2606.08779, eq. 4), advantages minus λ·δ with the fixed λ of '
-        'lambda_init. "lagrangian": DC-GRPO (eqs. 8 to 11), dual ascent moves λ after each generation batch.',
+        'How the discrepancy is constrained: "none", it is only measured; "static", by the fixed λ of lambda_init '
+        '(arXiv 2606.08779, eq. 4); "lagrangian", by dual ascent (eqs. 8 to 11). If it is not set, recipe decides.',
     )
     constraint_form: str = setting(
         "injected",
-        "How the discrepancy enters the objective (dc_trl.constraint.forms). If it is not set, recipe decides. "
-        '"injected": the paper\'s form, advantages minus λ·δ. "quadratic": the gradient of half the squared '
-        'discrepancy (the paper\'s appendix B). "log_ratio": advantages minus λ·log(π_train/π_inf), which is the '
-        "gradient of half the expected square of that logarithm over the engine's tokens, and nearly that of a KL "
-        'divergence. "module:function": a function of your own, see docs/own_form.md.',
+        'How it enters the objective. If it is not set, recipe decides. "injected": advantages minus λ·δ, the '
+        'paper\'s form; "quadratic": the gradient of half the squared discrepancy (its appendix B); "log_ratio": '
+        'advantages minus λ·log(π_train/π_inf); "module:function": your own, see docs/own_form.md.',
     )
     constraint_target: Target = setting(
         "all",
-        'Which part of the difference between the engines the constraint acts on, and moves λ by. "all": '
-        'log π_train − log π_inf. "lag": log π_Q − log π_inf, where π_Q are the same weights through the deployed '
-        "forward: the lag of the sampler and the kernels, without the number format; see discrepancy_split.",
+        'What the constraint acts on: "all", log π_train − log π_inf; "lag", log π_Q − log π_inf, where π_Q are the '
+        "same weights through the deployed forward; see discrepancy_split.",
     )
     discrepancy_split: bool = setting(
         False,
-        "Measure the two parts of the difference between the engines on their own, as discrepancy/format_* and "
-        "discrepancy/lag_*. This takes one more forward without a gradient, through the deployed forward of "
-        "deployment_scheme; with train_through_quantization the format's part is 0 and costs nothing. "
-        'constraint_target="lag" and rollout_correction_target="lag" split too.',
+        "Measure the format's and the lag's part of the discrepancy on their own (discrepancy/format_* and lag_*), by "
+        "one more forward without a gradient.",
     )
     discrepancy_measure: Measure = setting(
         "prob_diff",
         'Discrepancy δ of a token (eq. 2): "prob_diff" is |π_train − π_inf|, "prob_ratio" is |π_train/π_inf − 1|, '
-        '"log_prob" is |log π_train − log π_inf|, and "squared_log_ratio" is ½ (log π_train − log π_inf)², whose '
-        'gradient by sampled tokens is that of constraint_form="log_ratio": λ then prices what the loss descends.',
+        '"log_prob" is |log π_train − log π_inf|, and "squared_log_ratio" is ½ (log π_train − log π_inf)².',
     )
     discrepancy_level: Level = setting(
         "token",
@@ -77,36 +71,27 @@ class ConstraintSettings:
     )
     discrepancy_tolerance: Tolerance = setting(
         None,
-        "Tolerance ε in units of the measure, at least 0: λ grows while the batch discrepancy δ̄ is above it and "
-        'shrinks while δ̄ is below. If it is not set: "auto" where λ moves, because δ̄ differs a hundredfold between '
-        "models; elsewhere, for the difference of probabilities, the paper's 0.0037 (arXiv 2606.08779, 8B). With "
-        '"auto", λ rests for the first ten generation batches; ε is then the mean of their δ̄ plus 2.37 standard '
-        "deviations, which one healthy batch in forty exceeds (dc_trl.constraint.tolerance.proposed_tolerance), and "
-        "is logged as lagrangian/tolerance.",
+        "Tolerance ε, in units of the measure, above which δ̄ lets λ grow. If it is not set: the paper's 0.0037, or "
+        '"auto" where λ moves: it rests for the first ten generation batches, and ε is then the mean of their δ̄ plus '
+        "2.37 standard deviations, which one healthy batch in forty exceeds.",
     )
-    discrepancy_margin: Annotated[float, AT_LEAST_0] = setting(
-        0.0, "Tokens whose δ is at or below this margin are not penalised."
-    )
+    discrepancy_margin: Annotated[float, AT_LEAST_0] = setting(0.0, "Tokens with a δ up to this are not penalised.")
     batch_reduction: Reduction = setting(
         "sequence",
         'How the batch discrepancy δ̄ (eq. 11) is averaged: "sequence" is the mean over trajectories of their token '
         'means, "token" is the mean over all tokens.',
     )
-    dual_window: Annotated[int, COUNT] = setting(
-        1, "Number of generation batches that δ̄ is averaged over before it moves λ."
-    )
+    dual_window: Annotated[int, COUNT] = setting(1, "Generation batches that δ̄ is averaged over before it moves λ.")
     dual: DualAscent = setting(
         "paper",
         'How constraint="lagrangian" moves λ. "paper" adds η_λ (δ̄ − ε) (arXiv 2606.08779, eq. 11). "auto" adds '
-        "η_λ (δ̄/ε − 1), at most η_λ: the relative violation, which has no unit, so one η_λ suits every measure. "
-        '"pid" sums the same violations, and adds lambda_kp times the present one and lambda_kd times its rise (PID '
-        "Lagrangian, arXiv 2007.03964).",
+        'η_λ (δ̄/ε − 1), at most η_λ, which has no unit. "pid" sums the same violations, and adds lambda_kp times the '
+        "present one and lambda_kd times its rise (PID Lagrangian, arXiv 2007.03964).",
     )
     lambda_init: Annotated[float, AT_LEAST_0] = setting(
         None,
         "Initial λ, between lambda_min and lambda_max. If it is not set: 0.1 (arXiv 2606.08779, 8B) for the injected "
-        "form, and what docs/study.md found best for the others: 0.5 for the log ratio, 2 for "
-        "the quadratic form, or 0.05 where it divides by a probability.",
+        "form, 0.5 for the log ratio, 2 for the quadratic form, or 0.05 where it divides by a probability.",
     )
     lambda_lr: Annotated[float, AT_LEAST_0] = setting(
         None,
@@ -116,39 +101,31 @@ class ConstraintSettings:
     lambda_min: Annotated[float, AT_LEAST_0] = setting(0.0, "Lower bound of λ.")
     lambda_max: Annotated[float, AT_LEAST_0] = setting(
         None,
-        "Upper bound of λ. The paper does not state one. If it is not set: 1 for the injected form and where the "
-        "quadratic form divides by a probability, otherwise four times the form's own lambda_init.",
+        "Upper bound of λ. If it is not set: 1 where lambda_init is 0.1 or 0.05 by default, otherwise four times it.",
     )
     lambda_kp: Annotated[float, AT_LEAST_0] = setting(
-        None, "Weight of the present violation in a PID multiplier. If it is not set: lambda_lr."
+        None, "Weight of the present violation with dual='pid'. If it is not set: lambda_lr."
     )
     lambda_kd: Annotated[float, AT_LEAST_0] = setting(
-        None, "Weight of a rise of the violation in a PID multiplier. If it is not set: lambda_lr."
+        None, "Weight of a rise of the violation with dual='pid'. If it is not set: lambda_lr."
     )
     rollout_correction: str = setting(
         "none",
-        "How the advantage of a token is weighted by r = π_train/π_inf, with any engine and any constraint. "
-        '"token_truncate" (TIS) clips r to the bounds. "token_mask" (MIS) takes r, and 0 outside the bounds. '
-        '"sequence_truncate" and "sequence_mask" do the same with the product of a trajectory\'s r. '
-        '"geometric_mask" masks trajectories whose geometric mean of r is outside the bounds. "icepop" is '
-        '"token_mask" with two bounds. "tv_mask" (DPPO) takes r, and 0 where π_train − π_inf has passed the bound in '
-        'the direction of the advantage. "ppo_clip" is PPO\'s clip with the sampler as the old policy, '
-        'and "ppo_clip_by_age" is the same with bounds that are nearer to 1 for older rollouts. '
-        '"odds_truncate" clips r where the ratio of odds passes a bound. "none" weights nothing. Several in a list, '
-        "or behind commas, combine: the first one weighs, and the others mask, with their bounds in parentheses: "
-        "[token_truncate, geometric_mask(0.99, 1.01)]. Masked tokens do not count in δ̄. See "
-        "dc_trl.constraint.corrections for the papers.",
+        'How the advantage of a token is weighted by r = π_train/π_inf. "token_truncate" (TIS) clips r, "token_mask" '
+        '(MIS) takes 0 outside the bounds; "sequence_truncate", "sequence_mask", "geometric_mask" go by trajectory. '
+        '"icepop", "tv_mask" (DPPO), "ppo_clip", "ppo_clip_by_age", "odds_truncate": see docs/corrections.md. Several '
+        "combine, the first one weighs: [token_truncate, geometric_mask(0.99, 1.01)]. Masked tokens are not in δ̄.",
     )
     rollout_correction_max: Annotated[float | None, Range(above=0, infinite=True)] = setting(
         None,
-        "Upper bound of the correction, at least 1; infinity means no bound. If it is not set: 2 (arXiv 2602.01826), "
-        'for "geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for PPO\'s clips 1.24. For "tv_mask" it is a '
-        "difference of probabilities below 1, and 0.2 (SkyRL) if it is not set.",
+        "Upper bound of the correction; infinity means no bound. If it is not set: 2 (arXiv 2602.01826), for "
+        '"geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for PPO\'s clips 1.24. For "tv_mask" it is a '
+        "difference of probabilities, by default 0.2 (SkyRL).",
     )
     rollout_correction_min: Annotated[float | None, Range(least=0, most=1)] = setting(
         None,
-        'Lower bound of the correction, at most 1. If it is not set: 0, for "geometric_mask" 0.99, for "icepop" 0.5, '
-        'for PPO\'s clips 0.76. "tv_mask" has no lower bound.',
+        'Lower bound of the correction. If it is not set: 0, for "geometric_mask" 0.99, for "icepop" 0.5, for PPO\'s '
+        'clips 0.76. "tv_mask" has none.',
     )
     rollout_correction_target: Target = setting(
         "all",
@@ -156,10 +133,9 @@ class ConstraintSettings:
     )
     deployment_scheme: str | None = setting(
         None,
-        "Number format that the policy is deployed in, and therefore sampled in: "
-        '"bf16", "fp8", "fp8_block", "int8", "int4" or "int4_g32". With use_vllm=false an in-process replica of the '
-        "policy samples, with use_vllm=true a vLLM engine that runs in this format. For research on a large mismatch "
-        'the replica also has "int3" and "int2", which no engine serves.',
+        'Number format that the policy is deployed and therefore sampled in: "bf16", "fp8", "fp8_block", "int8", '
+        '"int4" or "int4_g32"; by an in-process replica, or with use_vllm by vLLM in this format. For research the '
+        'replica also has "int3" and "int2", which no engine serves.',
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ConstraintSettings":
@@ -181,16 +157,16 @@ class ConstraintSettings:
         init, maximum = DEFAULT_MULTIPLIERS.get(self.constraint_form, DEFAULT_MULTIPLIERS["injected"])
         if self.constraint_form == "quadratic" and self.discrepancy_measure != "prob_diff":
             init, maximum = DEFAULT_OF_DIVIDED
-        rate = 1.0 if self.dual == "paper" else init / 10
         asleep = self.constraint != "lagrangian"  # ε moves no λ
         defaults: dict[str, Any] = {
             "discrepancy_tolerance": 0.0037 if asleep and self.discrepancy_measure == "prob_diff" else "auto",
             "lambda_init": init,
             "lambda_max": maximum,
-            "lambda_lr": rate,
+            "lambda_lr": 1.0 if self.dual == "paper" else init / 10,
         }
         if self.dual == "pid":
-            defaults |= dict.fromkeys(("lambda_kp", "lambda_kd"), rate if self.lambda_lr is None else self.lambda_lr)
+            rate = defaults["lambda_lr"] if self.lambda_lr is None else self.lambda_lr
+            defaults |= {"lambda_kp": rate, "lambda_kd": rate}
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -225,45 +201,35 @@ class ConstraintSettings:
 
     @property
     def comparison(self) -> str:
-        """`compared_by` with its value, for messages; empty where it is None."""
-        return "" if self.compared_by is None else f"{self.compared_by}={getattr(self, self.compared_by)!r}"
+        """`compared_by` with its value, for messages."""
+        return f"{self.compared_by}={getattr(self, str(self.compared_by))!r}"
 
     @property
     def without_comparison(self) -> str:
-        """`compared_by` with the value that switches it off, for messages; empty where it is None."""
-        return "" if self.compared_by is None else f"{self.compared_by}={self._comparisons[self.compared_by]!r}"
+        """`compared_by` with the value that switches it off, for messages."""
+        return f"{self.compared_by}={self._comparisons[str(self.compared_by)]!r}"
 
 
-_PART = re.compile(r"\s*([\w.:]+)\s*(?:\(([^()]*)\))?\s*(?:,|$)")
+_BOUND = r"\s*([\d.]+|inf)\s*"
+_PART = re.compile(rf"\s*([\w.:]+)\s*(?:\({_BOUND}(?:,{_BOUND})?\))?\s*")
 
 
 def parts_of(correction: str) -> list[tuple[str, dict[str, float]]]:
     """Return name and bounds of each correction that a value of `rollout_correction` combines, in their order.
 
     Raises:
-        ValueError: it is not a list of names, each with at most two bounds, which engines that agree are within.
+        ValueError: it is not a list of names, each with at most two bounds.
     """
-    parts, end = [], 0
-    while end < len(correction):
-        found = _PART.match(correction, end)
-        try:
-            numbers = [float(number) for number in (found[2] or "").split(",") if number] if found else []
-        except ValueError:
-            found = None
-        if found is None or len(numbers) > 2:
+    parts = []
+    for part in re.split(r",(?![^(]*\))", correction):  # at commas outside of parentheses
+        found = _PART.fullmatch(part)
+        if found is None:
             raise ValueError(
                 f"rollout_correction={correction!r} is invalid: use a name, or several behind commas, each with at "
                 "most two bounds in parentheses: 'token_truncate, geometric_mask(0.99, 1.01)'."
             )
-        name, bounds = found[1], dict(zip(("lower", "upper")[2 - len(numbers) :], numbers, strict=True))
-        agree = 0.0 if name == "tv_mask" else 1.0  # the difference, or the ratio, of engines that agree
-        if not bounds.get("lower", 0.0) <= agree <= bounds.get("upper", 1.0):
-            raise ValueError(
-                f"rollout_correction={correction!r}: the bounds of {name} shut out engines that agree: include "
-                f"{agree:g}."
-            )
-        parts.append((name, bounds))
-        end = found.end()
+        name, *bounds = (text for text in found.groups() if text is not None)
+        parts.append((name, dict(zip(("lower", "upper")[2 - len(bounds) :], map(float, bounds), strict=True))))
     return parts
 
 
@@ -273,19 +239,10 @@ def read_correction(value: Any) -> Any:
 
 
 def read_tolerance(value: Any) -> float | Literal["auto"]:
-    """Return what `discrepancy_tolerance` means: a parser hands over a number as text.
-
-    Raises:
-        ValueError: it is neither a finite number that is at least 0 nor "auto".
-    """
+    """Return what `discrepancy_tolerance` means, "auto" or a number, which a parser hands over as text."""
     if value == "auto":
         return "auto"
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            raise ValueError(
-                f"discrepancy_tolerance={value!r} is invalid: use a finite number that is at least 0, or 'auto'."
-            ) from None
+    with suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value
     require_number("discrepancy_tolerance", value, AT_LEAST_0)
     return value

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..sampled_tokens import SampledTokens
-from ..settings.ranges import require_choice
 from .discrepancy import discrepancy_sums, token_discrepancy
 from .mismatch import combine_sums, mismatch_from_sums, mismatch_sums
-from .settings import ConstraintSettings, Measure, Reduction, Target
+from .settings import ConstraintSettings, Target
 
 
 if TYPE_CHECKING:
@@ -20,36 +19,16 @@ if TYPE_CHECKING:
     from .lagrangian import LagrangeMultiplier
 
 
-# Metrics of a part of the discrepancy, beside its mean: `discrepancy/lag_k3_kl` and so on.
-PART_METRICS = ("k3_kl", "ess")
-PARTS = ("format", "lag")
-
-
 class BatchStatistics:
     """Statistics of a generation batch, or of an evaluation: `add` its micro-batches, then `reduce` all processes.
 
     Args:
-        reduction: how the batch discrepancy δ̄ is averaged, see `discrepancy_sums`.
-        measure: measure of δ, see `token_discrepancy`.
-        target: part of the discrepancy that moves λ.
+        settings: settings of the run: the measure of δ, how δ̄ is averaged, and which part of it moves λ.
     """
 
-    def __init__(
-        self,
-        reduction: Reduction = "sequence",
-        measure: Measure = "prob_diff",
-        target: Target = "all",
-    ):
-        require_choice("batch_reduction", reduction, Reduction)
-        self._reduction: Reduction = reduction
-        self._measure: Measure = measure
-        self._target: Target = target
+    def __init__(self, settings: ConstraintSettings):
+        self._settings = settings
         self._sums: dict[str, Tensor] = {}
-
-    @classmethod
-    def of(cls, settings: ConstraintSettings) -> Self:
-        """Return empty statistics of a run with these settings."""
-        return cls(settings.batch_reduction, settings.discrepancy_measure, settings.constraint_target)
 
     @torch.no_grad()
     def add(self, tokens: SampledTokens, penalty: Tensor | None = None, weights: Tensor | None = None) -> None:
@@ -62,14 +41,15 @@ class BatchStatistics:
                 δ̄.
         """
         train_logps, infer_logps, scored, deployed_logps = *tokens[:3], tokens.deployed_logps
-        delta = token_discrepancy(train_logps, infer_logps, self._measure)
+        measure, reduction = self._settings.discrepancy_measure, self._settings.batch_reduction
+        delta = token_discrepancy(train_logps, infer_logps, measure)
         kept = scored if weights is None else scored & (weights > 0)
-        sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, kept, self._reduction)
+        sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, kept, reduction)
         if deployed_logps is not None:
             engines = {"format": (train_logps, deployed_logps), "lag": (deployed_logps, infer_logps)}
             for part, (first, second) in engines.items():
-                delta_of_part = token_discrepancy(first, second, self._measure)
-                found = mismatch_sums(first, second, scored) | discrepancy_sums(delta_of_part, kept, self._reduction)
+                delta_of_part = token_discrepancy(first, second, measure)
+                found = mismatch_sums(first, second, scored) | discrepancy_sums(delta_of_part, kept, reduction)
                 sums |= {f"{part}_{name}": value for name, value in found.items()}
         dtype = sums["tokens"].dtype
         if penalty is not None:
@@ -77,7 +57,7 @@ class BatchStatistics:
             sums["penalty"] = penalty.sum(dtype=dtype)
             sums["penalized"] = (penalty != 0).sum().to(dtype)
         if weights is not None:
-            sums |= {f"all_{name}": value for name, value in discrepancy_sums(delta, scored, self._reduction).items()}
+            sums |= {f"all_{name}": value for name, value in discrepancy_sums(delta, scored, reduction).items()}
             sums["masked"] = sums["tokens"] - kept.sum()
             sums["weights"] = weights.where(scored, 0.0).sum(dtype=dtype)
         self._sums = combine_sums([self._sums, sums])
@@ -96,7 +76,7 @@ class BatchStatistics:
         sizes = [value.numel() for value in local.values()]
         ranks = gather(torch.cat([value.reshape(-1) for value in local.values()]).unsqueeze(0)).cpu()
         sums = combine_sums(dict(zip(local, values.split(sizes), strict=True)) for values in ranks)
-        return MismatchReport({name: value.item() for name, value in sums.items()}, self._target)
+        return MismatchReport({name: value.item() for name, value in sums.items()}, self._settings.constraint_target)
 
     def clear(self) -> None:
         """Discard what was added."""
@@ -123,29 +103,15 @@ class MismatchReport(NamedTuple):
     @property
     def mean_discrepancy(self) -> float | None:
         """The batch discrepancy δ̄ (arXiv 2606.08779, eq. 11); None where a correction has masked every token."""
-        return self._mean("")
+        return self.mean_of("")
 
     @property
     def constrained_discrepancy(self) -> float | None:
         """The mean that λ is moved by: δ̄, or with `constraint_target="lag"` the mean of its part; None as above."""
-        return self._mean("lag_" if self.target == "lag" else "")
+        return self.mean_of("lag_" if self.target == "lag" else "")
 
-    @property
-    def parts(self) -> dict[str, float]:
-        """Metrics of the parts of the discrepancy, by part and name; empty where it is not split."""
-        metrics: dict[str, float] = {}
-        for part in PARTS:
-            prefix = f"{part}_"
-            sums = {name.removeprefix(prefix): v for name, v in self.sums.items() if name.startswith(prefix)}
-            if not sums:
-                continue
-            if (mean := self._mean(prefix)) is not None:
-                metrics[f"{prefix}mean"] = mean
-            found = mismatch_from_sums(sums)
-            metrics |= {f"{prefix}{name}": found[name] for name in PART_METRICS}
-        return metrics
-
-    def _mean(self, prefix: str) -> float | None:
+    def mean_of(self, prefix: str) -> float | None:
+        """Return the mean of a part of the discrepancy by the prefix of its sums: "format_", "lag_" or "all_"."""
         count = self.sums[f"{prefix}discrepancy_count"]
         return self.sums[f"{prefix}discrepancy_sum"] / count if count else None
 
@@ -166,7 +132,13 @@ def batch_metrics(
     metrics = {f"{group}/{name}": value for name, value in mismatch_from_sums(sums).items()}
     if mean is not None:
         metrics[f"{group}/mean"] = mean
-    metrics |= {f"{group}/{name}": value for name, value in report.parts.items()}
+    for prefix in ("format_", "lag_"):  # where the discrepancy is split
+        of_part = {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
+        if of_part:
+            if (mean := report.mean_of(prefix)) is not None:
+                metrics[f"{group}/{prefix}mean"] = mean
+            found = mismatch_from_sums(of_part)
+            metrics |= {f"{group}/{prefix}{name}": found[name] for name in ("k3_kl", "ess")}
     if "weights" in sums:
         metrics[f"{group}/mean_all"] = sums["all_discrepancy_sum"] / sums["all_discrepancy_count"]
         metrics["correction/masked_fraction"] = sums["masked"] / sums["tokens"]

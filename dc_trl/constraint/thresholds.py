@@ -1,8 +1,6 @@
 """Thresholds of the mismatch for warnings, verdicts and advice, in nats of `discrepancy/k3_kl`.
 
-All are findings of docs/study.md, whose models are tiny. docs/which_one.md says what to do on either side of each. The
-warnings of a run, its verdict and the advice of a calibration use these constants.
-
+All are findings of docs/study.md, whose models are tiny. docs/which_one.md says what to do on either side of each.
 A deeper model has a larger k3 with a sampler in step: SmolLM2-135M in FP8 0.02 to 0.05, where a model of two layers
 has 0.0002. What a lag or a run adds is therefore counted from the run's own level in step.
 """
@@ -10,7 +8,6 @@ has 0.0002. What a lag or a run adds is therefore counted from the run's own lev
 import statistics
 from collections.abc import Mapping, Sequence
 
-from .custom import is_custom
 from .settings import PUSHES, ConstraintSettings
 
 
@@ -56,7 +53,7 @@ def reading(k3: float, may_lag: bool, level: float = 0.0) -> str:
         if k3 < LAG_COSTS + usual:
             return f"less than {LAG_COSTS:g} {above}, where a lag cost our tiny models little: no more is needed"
         far = k3 > FAR + usual
-        cost = "8 points of accuracy or more" if far else "10 points of accuracy on the mean"
+        cost = "8 points of accuracy or more" if far else "8 to 10 points of accuracy on the mean"
         return (
             f"more than {FAR if far else LAG_COSTS:g} {above}, where a lag cost our tiny models {cost}: lower "
             "weight_sync_steps, or see docs/staleness.md"
@@ -64,14 +61,8 @@ def reading(k3: float, may_lag: bool, level: float = 0.0) -> str:
     if k3 < NO_REMEDY_IN_STEP:
         return f"below {NO_REMEDY_IN_STEP:g}, up to which no remedy helped our tiny models: none is needed"
     if k3 > usual > 0:
-        return (
-            f"{k3 / level:.2g} times its level of {level:.2g} at first, where a sampler in step should stay: look at "
-            "the reward and at the length of the answers"
-        )
-    return (
-        f"above {NO_REMEDY_IN_STEP:g}, which our tiny models had in two bits and SmolLM2-135M has in FP8: `dc-trl "
-        "calibrate` finds the cause"
-    )
+        return f"{k3 / level:.2g} times its level of {level:.2g} at first: look at reward and answers' length"
+    return f"above {NO_REMEDY_IN_STEP:g}, which our tiny models had in two bits: `dc-trl calibrate` finds the cause"
 
 
 def drift_warning(
@@ -92,39 +83,25 @@ def drift_warning(
             number format alone, with a sampler in step, is not counted from it.
     """
     constrained = settings.constraint != "none"
-    if constrained and is_custom(settings.constraint_form):
-        return None  # we have no runs of it
+    if constrained and ":" in settings.constraint_form:
+        return None  # a function of the user's own, of which we have no runs
     form = settings.constraint_form if constrained else None
     named = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
-    usual = _NOISE * level
+    far, finding = FAR + _NOISE * level, "our runs with such a lag lost 8 points or more: use recipe='lag'"
+    pulls = form is not None or clips or bool(_CLIPS & {*settings.correction_names})
     if form in PUSHES:
-        far = FAR + usual
-        remedy = "a signed form or a smaller weight_sync_steps" if may_lag else "a finer deployment_scheme"
-        finding = f"most of our runs with λ 0.1 or more ended without reward: use {remedy}, or constraint='none'"
-    elif form is not None or clips or _CLIPS & {*settings.correction_names}:  # a pull towards the sampler
-        if may_lag:
-            return None  # it repaired the runs with a lag
-        remedy = "use train_through_quantization, a finer deployment_scheme, or neither constraint nor correction"
+        finding = "most of our runs with λ 0.1 or more ended without reward: use constraint='none'"
+    elif pulls and not may_lag:
+        far, finding = PULLS_HARM_IN_STEP, "our runs in step lost most of the accuracy: use train_through_quantization"
         if form is None:
-            far, named = CLIP_COSTS_IN_STEP, f"rollout_correction={settings.rollout_correction!r}"
-            finding = f"PPO's clip cost our runs in step 4 points of accuracy or more: {remedy}"
-        else:
-            far, finding = PULLS_HARM_IN_STEP, f"our runs in step lost most of the accuracy: {remedy}"
-    else:  # plain GRPO
-        if not may_lag:
-            return None  # runs in step needed no remedy
-        far = FAR + usual
-        finding = (
-            "our runs of GRPO with weights that lag lost 8 points of accuracy or more: use a smaller "
-            "weight_sync_steps, recipe='lag', or rollout_correction='ppo_clip'"
-        )
+            named = f"rollout_correction={settings.rollout_correction!r}"
+            far, finding = CLIP_COSTS_IN_STEP, "it cost our runs in step 4 points: use train_through_quantization"
+    elif pulls or not may_lag:
+        return None  # a pull repaired the runs with a lag, and plain GRPO in step needed no remedy
     measured = k3_of(settings)
     k3 = metrics[measured]
-    return (
-        f"{named} meets {measured}={k3:.3g}, above {far:.2g}, where {finding}. See docs/which_one.md."
-        if k3 > far
-        else None
-    )
+    warning = f"{named} meets {measured}={k3:.3g}, above {far:.2g}, where {finding}. See docs/which_one.md."
+    return warning if k3 > far else None
 
 
 def k3_of(settings: ConstraintSettings) -> str:
@@ -133,12 +110,7 @@ def k3_of(settings: ConstraintSettings) -> str:
 
 
 def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
-    """Return a warning if a form that pushes tokens down meets a sampler whose weights lag; None for other settings.
-
-    Args:
-        settings: settings of the run.
-        lag: setting, with its value, that lets the sampler have older weights than the policy.
-    """
+    """Return a warning if a form that pushes tokens down meets a sampler that lags by the setting `lag`; else None."""
     if settings.constraint == "none" or settings.constraint_form not in PUSHES:
         return None
     return (

@@ -7,34 +7,18 @@ from collections.abc import Sequence
 
 # Generation batches that `tolerance="auto"` observes: ten give the standard deviation to about a quarter.
 AUTO_BATCHES = 10
-# Probability that δ̄ of a healthy batch stays below ε: one in forty exceeds it by chance.
-TOLERANCE_PROBABILITY = 0.975
+# Probability that δ̄ of a healthy batch exceeds ε by chance: one in forty.
+_EXCEEDED = 0.025
 
 
 def student_quantile(freedom: int) -> float:
-    """Return the 97.5 % point of Student's t with `freedom` ≥ 1 degrees of freedom.
+    """Return the 97.5 % point of Student's t with `freedom` ≥ 1 degrees of freedom."""
+    from mpmath import betainc, findroot  # of SymPy; a quarter of a second
 
-    It follows Abramowitz and Stegun, 26.7.3–4.
-    """
-    odd = freedom % 2
-    log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(math.pi * freedom) / 2
-    # Above 0 the distribution function is concave, so Newton's steps from the normal quantile rise to t from below.
-    t = statistics.NormalDist().inv_cdf(TOLERANCE_PROBABILITY)
-    while True:
-        angle = math.atan(t / math.sqrt(freedom))
-        cosine = math.cos(angle)
-        term, total = cosine if odd else 1.0, 0.0
-        for power in range(odd, freedom - 1, 2):
-            total += term
-            term *= (power + 1) / (power + 2) * cosine**2
-        within = math.sin(angle) * total  # P(|T| ≤ t)
-        if odd:
-            within = 2 / math.pi * (angle + within)
-        density = math.exp(log_scale - (freedom + 1) / 2 * math.log1p(t * t / freedom))
-        step = (TOLERANCE_PROBABILITY - (1 + within) / 2) / density
-        t += step
-        if step < 1e-12 * t:
-            return t
+    def excess(t: float) -> float:
+        return betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True) / 2 - _EXCEEDED
+
+    return float(findroot(excess, (1.9, 13.0), solver="anderson"))
 
 
 def tolerance_deviations(freedom: int, batches: float) -> float:
@@ -54,11 +38,9 @@ def proposed_tolerance(batch_discrepancies: Sequence[float]) -> float:
     n − 1: for n = 10 the product of both factors is 2.37, for many batches 1.96. The rule is ours; the papers state
     values only.
 
-    δ̄ of a further healthy batch is above ε with a probability of 2.5 %, one in forty. λ falls back after such a
-    batch, while a lasting rise moves λ at once. The probability is exact for independent, normally distributed δ̄, as
-    a mean over the n batches that ε was computed from: the ε of a single run may be exceeded more or less often. A δ̄
-    that is skewed to the right exceeds ε more often: 3.3 %, 4.1 % or 6.4 % where it is log-normal with n = 10 and the
-    standard deviation of its logarithm is 0.1, 0.2 or 0.6 (400,000 simulations of each).
+    δ̄ of a further healthy batch is above ε with a probability of 2.5 %, one in forty, as a mean over what the n
+    batches might have been. That is exact for independent, normally distributed δ̄; a δ̄ that is skewed to the right
+    exceeds ε more often (4.1 % where it is log-normal with n = 10 and a deviation of its logarithm of 0.2).
 
     Args:
         batch_discrepancies: δ̄ of n independent generation batches, in units of the measure, n ≥ 2. They must have the

@@ -1,29 +1,31 @@
-"""Runs the checks: each in its own process with a time limit, and all of them within a total time."""
+"""Runs the checks, each in its own process with a time limit, and writes what they found for an issue."""
 
 import json
 import os
-import signal
+import platform
+import re
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import psutil
+from typing import Any
 
 from ..files import append_text, open_in_place
+from ..records.started import installed_version
 from ..serving.guard import temporary_folder
+from ..settings.secrets import HIDDEN, is_secret_name, without_secrets
 
 
 # Those of `dc_trl.quantization.schemes`, which loads torch: the doctor has to speak where torch cannot be loaded.
 SERVED_SCHEMES = ("bf16", "fp8", "fp8_block", "int8", "int4", "int4_g32")
 REPLICA_SCHEMES = ("int3", "int2")
 DEFAULT_SCHEMES = ("bf16", "fp8", "int8", "int4")
+_PACKAGES = ("dc_trl", "torch", "transformers", "trl", "vllm", "accelerate", "peft", "compressed-tensors", "datasets")
 _GRACE = 15.0  # seconds that a process and its server have to end by themselves
-ENDING = _GRACE + 3.0  # seconds that are kept, so that the last check is over in time
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Result:
     """Result of a check: its name, how it ended after how many seconds, why, and what it had found by then."""
 
     name: str
-    status: Literal["passed", "failed", "left out"]
+    status: str  # "passed" or "failed"
     seconds: float = 0.0
     reason: str = ""
     found: dict[str, Any] = field(default_factory=dict)
@@ -71,23 +73,17 @@ def plan_checks(schemes: Sequence[str], servers: bool = True) -> list[Check]:
     ]
 
 
-def run_checks(checks: Sequence[Check], setup: Setup, seconds: float) -> Generator[Result]:
-    """Run the checks in their order within so many seconds, and yield each result as it is known.
+def run_checks(checks: Sequence[Check], setup: Setup) -> Generator[Result]:
+    """Run the checks in their order, and yield each result as it is known.
 
-    A check that raises, crashes or takes longer than its limit has failed, and the next one begins. One that the time
-    for all of them cuts short is left out.
+    A check that raises, crashes or takes longer than its limit has failed, and the next one begins.
     """
-    end = time.monotonic() + seconds
     with temporary_folder("doctor") as folder:
         for number, check in enumerate(checks):
-            left = end - time.monotonic() - ENDING
-            if left < 1:
-                yield Result(check.name, "left out", reason="no time was left")
-            else:
-                yield _run(check, setup, folder / f"{number}.jsonl", left)
+            yield _run(check, setup, folder / f"{number}.jsonl")
 
 
-def _run(check: Check, setup: Setup, events: Path, left: float) -> Result:
+def _run(check: Check, setup: Setup, events: Path) -> Result:
     append_text(Path(setup.log), f"\n=== {check.name}\n")
     # Temporary files go into the doctor's folder. Nothing is asked of the Hub for a model that is here.
     quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
@@ -107,35 +103,64 @@ def _run(check: Check, setup: Setup, events: Path, left: float) -> Result:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for the doctor
         )
-    code = None
+    ended = f"had not ended after {check.seconds:.0f} s"
     try:
         with suppress(subprocess.TimeoutExpired):
-            code = process.wait(min(check.seconds, left))
-    finally:
-        _end(process)
+            ended = f"ended with exit code {process.wait(check.seconds)}"
+    finally:  # its server ends with it
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
+        process.kill()
+        process.communicate()
     seconds = time.monotonic() - start
     lines = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     found = {name: value for line in lines for name, value in line.get("found", {}).items()}
-    if lines and "status" in lines[-1]:
-        return Result(check.name, lines[-1]["status"], seconds, lines[-1]["reason"], found)
-    if code is not None:
-        ended = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return Result(check.name, "failed", seconds, f"its process was ended by {ended}", found)
-    if check.seconds <= left:
-        return Result(check.name, "failed", seconds, f"it had not ended after {check.seconds:.0f} s", found)
-    return Result(check.name, "left out", seconds, f"no time: it was stopped after {seconds:.0f} s", found)
+    last = lines[-1] if lines and "status" in lines[-1] else {"status": "failed", "reason": f"its process {ended}"}
+    return Result(check.name, last["status"], seconds, last["reason"], found)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started, by force where it does not end by itself."""
-    family: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE)
-    process.kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=1)  # a server's watchdog removes what the server leaves
-    for each in alive:
-        each.kill()
+# --- the block for an issue, without secrets and home folders
+
+
+def facts() -> dict[str, str]:
+    """Return the versions of packages, and the system without its name."""
+    packages = ", ".join(f"{name} {installed_version(name) or '(absent)'}" for name in _PACKAGES)
+    system = f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}"
+    return {"system": system, "packages": packages}
+
+
+def publishable(text: str) -> str:
+    """Return a text in one line, without secrets, home folders and the name of this machine."""
+    for name, value in os.environ.items():
+        if is_secret_name(name) and len(value) >= 6:
+            text = text.replace(value, HIDDEN)
+    text = without_secrets(text).replace(str(Path.home()), "~")
+    text = re.sub(r"/(?:home|Users)/[^/\s:;,'\"()\[\]]+", "~", text)
+    text = re.sub(rf"(?<!\w){re.escape(socket.gethostname())}(?!\w)", "<host>", text)
+    return " ".join(text.replace("```", "'''").split())
+
+
+def summary(result: Result) -> str:
+    """Return in one publishable line how a check ended, why it failed, and what it found."""
+    parts = [result.reason[:300], *(f"{name} {value}" for name, value in result.found.items())]
+    return f"{result.name}: {result.status} in {result.seconds:.1f} s: {publishable('; '.join(filter(None, parts)))}"
+
+
+def bottom_line(results: Sequence[Result]) -> str:
+    """Return one line that says in which schemes this machine trains, and what failed."""
+    parts = []
+    for kind, words in (("step", "the replica"), ("server", "a vLLM server")):
+        schemes = [r.name.partition(":")[2] for r in results if r.name.startswith(f"{kind}:") and r.status == "passed"]
+        parts.append(f"trains with {words} in {', '.join(schemes) or 'no scheme'}")
+    failed = ", ".join(result.name for result in results if result.status == "failed")
+    return "bottom line: " + "; ".join(parts) + f"; failed: {failed or 'nothing'}"
+
+
+def block(results: Sequence[Result], known: Mapping[str, str], log: str) -> str:
+    """Return what to paste into an issue, fenced; `known` are facts by name, `log` has the tracebacks."""
+    lines = [f"{name}: {publishable(value)}" for name, value in known.items()]
+    lines += ["", *map(summary, results), "", bottom_line(results)]
+    if any(result.status == "failed" for result in results):
+        lines.append(f"log: {publishable(log)} (look through it before you attach it)")
+    return "\n".join(["```text", *(line.rstrip() for line in lines), "```"])

@@ -9,9 +9,7 @@ import json
 import math
 import os
 import pkgutil
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -43,10 +41,6 @@ def devices(setup: Setup, scheme: None) -> Found:
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         yield {f"GPU {index}": f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 1e9:.0f} GB"}
-    if (program := shutil.which("nvidia-smi")) is not None:
-        command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-        yield {"NVIDIA driver": done.stdout.partition("\n")[0] or done.stderr}
     name = device_of(setup)
     torch.ones(1, device=name).item()
     yield {"computes on": name}

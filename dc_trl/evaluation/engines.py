@@ -47,12 +47,11 @@ def choose_engines(model: EvaluatedModel, words: Sequence[str] | None, scheme: s
                 "it is: leave both out, or give the URL of one server."
             )
         return [engine._replace(scheme=AS_IT_IS) for engine in engines or [EngineSpec("vllm", "vllm", AS_IT_IS)]]
-    if scheme and not running:
-        raise ValueError(f"scheme={scheme!r} is of a running server: name a URL with --engine, or leave --scheme out.")
     found = [engine._replace(scheme=engine.scheme or scheme or "bf16") for engine in engines]
-    if len({engine.scheme for engine in found}) < len(found):
+    if len({engine.scheme for engine in found}) < len(found) or (scheme and not running):
         raise ValueError(
-            f"engine={words}: two in one scheme would share a folder; evaluate each with its own --output."
+            f"engine={words} and scheme={scheme!r}: two engines in one scheme would share a folder, and --scheme is "
+            "of a running server alone. Evaluate each scheme once, or with its own --output."
         )
     return found or [EngineSpec.parse("bf16")]
 
@@ -107,19 +106,17 @@ def start_engine(
 
 def require_served(url: str, disclosed: Disclosed, model: str, scheme: str | None) -> None:
     """Refuse a running server that says it serves another model, or another format."""
-    names = (disclosed.name, disclosed.root)
-    paths = [Path(name) for name in names if Path(name).is_dir()]
-    if model not in names and not (Path(model).is_dir() and any(path.samefile(model) for path in paths)):
+    names = {name for each in (disclosed.name, disclosed.root) for name in (each, str(Path(each).absolute()))}
+    if names.isdisjoint((model, str(Path(model).absolute()))):
         raise ValueError(
             f"model={model!r}: the server at {url} serves {disclosed.name!r}, from {disclosed.root!r}. Give the one "
-            "that it serves, or start it under this name "
-            f"(dc-trl serve --model, vllm serve --served-model-name)."
+            "that it serves, or start it under this name (dc-trl serve --model, vllm serve --served-model-name)."
         )
     told = disclosed.weight_version is not None  # else the quantization is not known either
     if told and scheme != AS_IT_IS and (scheme == "bf16") != (disclosed.quantization is None):
         raise ValueError(
             f"scheme={scheme!r}: the server at {url} runs with quantization={disclosed.quantization!r}. Name the "
-            f"scheme that it runs in, or start it with dc-trl serve --scheme."
+            "scheme that it runs in, or start it with dc-trl serve --scheme."
         )
 
 

@@ -4,10 +4,9 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from datasets import Dataset
 from tqdm.auto import tqdm
@@ -105,45 +104,49 @@ def evaluate(
     record = {"model": model, "scheme": scheme, **sampling._asdict(), "seed": seed, **(settings or {})}
     stores: dict[str, SampleStore] = {}
     golds: dict[str, dict[str, Gold]] = {}
-    missing: list[_Missing] = []
-    with ExitStack() as stack:
-        for benchmark in benchmarks:
-            name = benchmark.name
-            prompts = tokenize_prompts(benchmark, tokenizer, chat_template_kwargs or {})
-            _require_room(name, prompts, engine.max_length)
-            golds[name] = benchmark.golds()
-            limits = [min(sampling.max_tokens, engine.max_length - len(ids)) for ids in prompts.values()]
-            asked = json.dumps([prompts, limits, [astuple(gold) for gold in golds[name].values()]])
-            digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
-            stores[name] = store = SampleStore(output_dir / name, record | {"problems": digest})
-            stack.callback(store.close)
-            missing += [
-                _Missing(name, problem, number, Request(ids, sample_seed(seed, problem, number)))
-                for problem, ids in prompts.items()
-                for number in range(benchmark.samples)
-                if (problem, number) not in store.samples
-            ]
-        grader = stack.enter_context(Grader(grading_processes))
+    missing: list[tuple[str, str, int, Request]] = []  # benchmark, problem, number of the sample
+    for benchmark in benchmarks:
+        name = benchmark.name
+        prompts = tokenize_prompts(benchmark, tokenizer, chat_template_kwargs or {})
+        if long := [problem for problem, ids in prompts.items() if len(ids) >= engine.max_length]:
+            raise ValueError(
+                f"benchmark {name!r}: {len(long)} prompts, {long[0]!r} the first, have as many tokens as the engine "
+                f"takes for prompt and answer, {engine.max_length}: raise max_model_len if the model allows it, or "
+                "leave the benchmark out."
+            )
+        golds[name] = benchmark.golds()
+        limits = [min(sampling.max_tokens, engine.max_length - len(ids)) for ids in prompts.values()]
+        asked = json.dumps([prompts, limits, [astuple(gold) for gold in golds[name].values()]])
+        digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
+        stores[name] = store = SampleStore(output_dir / name, record | {"problems": digest})
+        missing += [
+            (name, problem, number, Request(ids, sample_seed(seed, problem, number)))
+            for problem, ids in prompts.items()
+            for number in range(benchmark.samples)
+            if (problem, number) not in store.samples
+        ]
+    finished: list[tuple[int, Completion]] = []
+
+    def keep() -> None:
+        asked = [missing[position] for position, _ in finished]
+        of = [golds[name][problem] for name, problem, _, _ in asked]
+        verdicts = grader.grade([completion.text for _, completion in finished], of)
+        for (name, problem, number, request), (_, completion), verdict in zip(asked, finished, verdicts, strict=True):
+            answer = Sample(problem, number, request.seed, *completion, verdict.answer, verdict.correct)
+            stores[name].add(answer)
+        finished.clear()
+
+    bar = tqdm(total=len(missing), unit="sample", desc=f"{model} {scheme}", disable=not progress)
+    with Grader(grading_processes) as grader, bar:
         grader.start()  # before sampling, because the workers' imports would delay an engine on the same cores
-        finished: list[tuple[_Missing, Completion]] = []
-
-        def keep() -> None:
-            of = [golds[sample.benchmark][sample.problem] for sample, _ in finished]
-            verdicts = grader.grade([completion.text for _, completion in finished], of)
-            for (sample, completion), verdict in zip(finished, verdicts, strict=True):
-                key = (sample.problem, sample.number, sample.request.seed)
-                stores[sample.benchmark].add(Sample(*key, *completion, verdict.answer, verdict.correct))
-            finished.clear()
-
-        with tqdm(total=len(missing), unit="sample", desc=f"{model} {scheme}", disable=not progress) as bar:
-            try:
-                for position, completion in engine.sample([sample.request for sample in missing], sampling):
-                    finished.append((missing[position], completion))
-                    if len(finished) >= _TOGETHER:
-                        keep()
-                    bar.update()
-            finally:
-                keep()  # also what an engine sampled before it failed
+        try:
+            for item in engine.sample([request for *_, request in missing], sampling):
+                finished.append(item)
+                if len(finished) >= _TOGETHER:
+                    keep()
+                bar.update()
+        finally:
+            keep()  # also what an engine sampled before it failed
     results = {
         each.name: benchmark_result(each.name, each.rows["id"], each.samples, stores[each.name].samples)
         for each in benchmarks
@@ -160,20 +163,3 @@ def tokenize_prompts(
     """Return the token ids of the prompts, by the problems' ids."""
     prompts = [make_prompt(problem, tokenizer, benchmark.instruction) for problem in benchmark.rows["problem"]]
     return dict(zip(benchmark.rows["id"], tokenize(prompts, tokenizer, **chat_template_kwargs), strict=True))
-
-
-def _require_room(benchmark: str, prompts: Mapping[str, list[int]], max_length: int) -> None:
-    long = [problem for problem, ids in prompts.items() if len(ids) >= max_length]
-    if long:
-        raise ValueError(
-            f"benchmark {benchmark!r}: {len(long)} prompts, {long[0]!r} the first, have as many tokens as the engine "
-            f"takes for prompt and answer, {max_length}: raise max_model_len if the model allows it, or leave the "
-            "benchmark out."
-        )
-
-
-class _Missing(NamedTuple):
-    benchmark: str
-    problem: str
-    number: int  # of the sample
-    request: Request

@@ -1,4 +1,4 @@
-"""Results of an evaluation by benchmark and over all: saved, loaded, and compared with others."""
+"""Results of an evaluation by benchmark and over all: saved, loaded, compared with others, and shown."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -6,15 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..files import read_object
-from ..records.estimators import (
-    Difference,
-    Estimate,
-    majority_at_k,
-    mean_estimate,
-    paired_difference,
-    pass_at_k,
-)
+from ..records.estimators import Difference, Estimate, majority_at_k, mean_estimate, paired_difference, pass_at_k
 from ..records.results import write_result
+from ..records.tables import TableRows, percent, print_table, verdict, with_error
 from .samples import Sample
 
 
@@ -121,18 +115,73 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Difference]:
     """
     names = [name for name in first.results if name in second.results]
     if not names:
-        raise ValueError(
-            f"The evaluations have no benchmark in common: {', '.join(first.results)} and {', '.join(second.results)}."
-        )
+        raise ValueError("The evaluations have no benchmark in common.")
     pairs = []
     for name in names:
         a, b = first.results[name].per_problem, second.results[name].per_problem
         if a.keys() != b.keys():
-            raise ValueError(
-                f"The evaluations answered other problems of {name!r}: {len(a)} and {len(b)}, {len(a.keys() & b)} of "
-                "them in both. Evaluate both on the same ones."
-            )
+            raise ValueError(f"The evaluations answered other problems of {name!r}: evaluate both on the same ones.")
         pairs.append((list(a.values()), [b[problem] for problem in a]))
     differences = {name: paired_difference([a], [b]) for name, (a, b) in zip(names, pairs, strict=True)}
     differences["average"] = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
     return differences
+
+
+def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
+    """Print the tables of evaluations; of two evaluations also their comparison."""
+    print_table(*evaluation_table(evaluations), title="percent ± standard error over problems")
+    for evaluation in evaluations:
+        if failures := evaluation.grading_failures:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(failures.items()))
+            wrong = f"{sum(failures.values())} answers count as wrong because grading failed"
+            print(f"{evaluation.scheme}: {wrong} ({reasons})")
+    if len(evaluations) == 2:
+        print_comparison(*evaluations)
+
+
+def print_comparison(first: Evaluation, second: Evaluation) -> None:
+    """Print how the second evaluation differs from the first."""
+    title = f"{second.model} {second.scheme} against {first.model} {first.scheme}, percentage points"
+    print_table(*comparison_table(first, second, compare(first, second)), title=title)
+
+
+def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
+    """Return a row for each benchmark of each evaluation, and one for the mean over its benchmarks."""
+    head = ["scheme", "benchmark", "problems", "avg@k", "95 %", "pass@k", "maj@k", "truncated", "mean tokens"]
+    rows = []
+    for evaluation in evaluations:
+        for name, result in evaluation.results.items():
+            ungraded = f" ({len(result.ungraded)} ungraded)" if result.ungraded else ""
+            interval = f"{100 * result.avg.low:.1f} – {100 * result.avg.high:.1f}"
+            rows.append(
+                [
+                    evaluation.scheme,
+                    f"{name}, k = {result.samples}",
+                    f"{result.avg.problems}{ungraded}",
+                    percent(result.avg),
+                    # A single problem says nothing about chance.
+                    "–" if result.avg.standard_error is None else interval,
+                    percent(result.pass_at[result.samples]),
+                    percent(result.maj),
+                    f"{100 * result.truncated:.1f} %",
+                    f"{result.mean_tokens:,.0f}",
+                ]
+            )
+        rows.append([evaluation.scheme, "Avg.", "", percent(evaluation.average), *[""] * 5])
+    return head, rows
+
+
+def comparison_table(first: Evaluation, second: Evaluation, differences: dict[str, Difference]) -> TableRows:
+    """Return second minus first in percentage points on the same problems, and whether that is more than noise."""
+    head = ["benchmark", "first", "second", "difference", "95 %", "p", "second is"]
+    rows = []
+    for name, difference in differences.items():
+        a, b = (e.average if name == "average" else e.results[name].avg for e in (first, second))
+        interval, p_value = "–", "–"
+        if difference.p_value is not None:
+            interval = f"{100 * difference.low:+.1f} – {100 * difference.high:+.1f}"
+            p_value = f"{difference.p_value:.4f}"
+        value = with_error(difference.value, difference.standard_error, 100, 1, "+")
+        words = [value, interval, p_value, verdict(difference, "better", "worse")]
+        rows.append([name, f"{100 * a.value:.1f}", f"{100 * b.value:.1f}", *words])
+    return head, rows

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import append_text, lock_folder, read_object, read_text, write_text
+from ..files import append_text, read_object, read_text, write_text
 
 
 SETTINGS_FILE, SAMPLES_FILE = "settings.json", "samples.jsonl"
@@ -35,24 +35,14 @@ class SampleStore:
         settings: what the samples depend on. A folder that was begun with other settings is refused.
 
     Raises:
-        ValueError: the folder holds samples that were drawn with other settings, or another process writes into it.
+        ValueError: the folder holds samples that were drawn with other settings.
     """
 
     def __init__(self, folder: str | os.PathLike[str], settings: Mapping[str, Any]):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock = lock_folder(self.folder)
-        except BlockingIOError:
-            raise ValueError(
-                f"{self.folder} is in use by another evaluation: choose another output directory."
-            ) from None
         self._require_same(json.loads(json.dumps(settings)))
         self.samples = self._read()
-
-    def close(self) -> None:
-        """Unlock the folder."""
-        os.close(self._lock)
 
     def add(self, sample: Sample) -> None:
         """Store a sample; when this returns it is in the file."""

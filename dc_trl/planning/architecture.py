@@ -1,6 +1,5 @@
 """Reads what a plan has to know about a model, its matrices and attention, from the configuration alone."""
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..quantization.schemes import fused_experts, quantized_linears
+from ..quantization.schemes import fused_experts
 from ..settings.paths import require_model_path
 
 
@@ -35,7 +34,6 @@ class Architecture:
     tied: bool  # embedding and output head are one matrix
     parameters: int  # of the whole model; a shared one counts once
     layer_parameters: int  # of the largest decoder layer, which FSDP2 gathers at once
-    quantized: tuple[tuple[int, int, int], ...]  # (rows, columns, how many) of the matrices that a scheme quantizes
 
     @property
     def head_parameters(self) -> int:
@@ -68,23 +66,22 @@ def architecture_of(config: PreTrainedConfig, name: str) -> Architecture:
     """Return the sizes of a configuration's model, which transformers builds without values.
 
     Raises:
-        ValueError: the model is none that the plan knows; the message names the configuration's field.
+        ValueError: the model has keys, values or layers that the formulas do not cover.
     """
     text = config.get_text_config()
-    _require_known(text, name)
+    values = text.to_dict()
+    unknown = set(values.get("layer_types") or ()) - _KNOWN_LAYERS
+    if unknown or values.get("kv_lora_rank"):
+        kinds = ", ".join(sorted(unknown)) or "compressed keys and values (kv_lora_rank)"
+        raise ValueError(
+            f"model={name!r} has {kinds}, and the plan knows decoders with softmax attention that keep heads × "
+            "head_dim numbers of a token: plan a Qwen3, a Llama, a Mistral or a model like them."
+        )
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
     experts = fused_experts(model)
-    shapes: Counter[tuple[int, int]] = Counter()
-    for linear in quantized_linears(model).values():
-        shapes[linear.out_features, linear.in_features] += 1
-    count = width = 0
-    for block in experts.values():
-        rows = dict(block.named_parameters(recurse=False))
-        count, _, width = rows["down_proj"].shape
-        for weight in (*rows["gate_up_proj"].chunk(2, 1), rows["down_proj"]):
-            shapes[weight.shape[1], weight.shape[2]] += count
+    shapes = [dict(block.named_parameters(recurse=False))["down_proj"].shape for block in experts.values()]
     layers = next(
         each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == text.num_hidden_layers
     )
@@ -95,30 +92,14 @@ def architecture_of(config: PreTrainedConfig, name: str) -> Architecture:
         heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
         # Optional in configurations: Qwen2 has none.
-        head_dim=text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads,
+        head_dim=values.get("head_dim") or text.hidden_size // text.num_attention_heads,
         intermediate=text.intermediate_size if len(experts) < text.num_hidden_layers else 0,
-        experts=count,
+        experts=shapes[0][0] if shapes else 0,
         active_experts=text.num_experts_per_tok if experts else 0,
-        expert_width=width,
+        expert_width=shapes[0][2] if shapes else 0,
         sparse_layers=len(experts),
         query_key_norm=any(key.endswith(("q_norm", "q_layernorm")) for key, _ in model.named_modules()),
         tied=text.tie_word_embeddings,
         parameters=model.num_parameters(),
         layer_parameters=max(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
-        quantized=tuple((*shape, number) for shape, number in sorted(shapes.items())),
     )
-
-
-def _require_known(text: PreTrainedConfig, name: str) -> None:
-    """Refuse models whose keys, values or layers the formulas do not cover."""
-    values = text.to_dict()
-    needed = {"num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"}
-    wrong = [f"layers of type {kind}" for kind in sorted(set(values.get("layer_types") or ()) - _KNOWN_LAYERS)]
-    wrong += [f"no {field}" for field in sorted(needed - values.keys())]
-    if values.get("kv_lora_rank"):
-        wrong.append(f"compressed keys and values (kv_lora_rank={values['kv_lora_rank']})")
-    if wrong:
-        raise ValueError(
-            f"model={name!r} has {', '.join(wrong)}, and the plan knows decoders with softmax attention that keep "
-            "heads × head_dim numbers of a token: plan a Qwen3, a Llama, a Mistral or a model like them."
-        )

@@ -1,10 +1,14 @@
-"""Bytes of a training device and of a checkpoint; docs/planning.md has formulas and sources."""
+"""The work of a training device and its bytes; docs/planning.md has formulas and sources."""
 
-import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from ..quantization.schemes import require_served_scheme
+from ..config import DCGRPOConfig
+from ..files import read_yaml
+from ..records.settings import default_of, json_value
+from ..settings.fields import require_fields, setting
+from ..settings.ranges import COUNT
 from .architecture import Architecture
 
 
@@ -15,59 +19,52 @@ DEVICES = {"a100": 80e9, "h100": 80e9, "h200": 141e9, "b200": 180e9}
 USABLE = 0.92
 # TRL's fused output head computes logits in tiles of so many tokens and vocabulary entries (trl/kernels).
 _HEAD_TILE = (4096, 32768)
-
-
-def checkpoint_bytes(model: Architecture, scheme: str) -> int:
-    """Return the bytes of the tensors in the checkpoint that `quantization.checkpoint.CheckpointWriter` writes.
-
-    Names of tensors and JSON files take some kilobytes more for each layer.
-
-    Args:
-        model: sizes of the model.
-        scheme: a deployment scheme that engines serve.
-
-    Raises:
-        ValueError: there is no such scheme.
-    """
-    require_served_scheme(scheme)
-    quantized = sum(rows * columns * number for rows, columns, number in model.quantized)
-    matrices = sum(number * _matrix_bytes(scheme, rows, columns, model) for rows, columns, number in model.quantized)
-    return 2 * (model.parameters - quantized) + matrices
-
-
-def _matrix_bytes(scheme: str, rows: int, columns: int, model: Architecture) -> int:
-    """Return the bytes of a matrix as compressed-tensors stores it: codes and scales, and the shape of packed ones."""
-    if scheme == "bf16":
-        return 2 * rows * columns
-    if scheme in ("fp8", "int8"):
-        return rows * columns + 4 * rows  # a float32 scale for each row
-    if scheme == "fp8_block":
-        return rows * columns + 4 * math.ceil(rows / 128) * math.ceil(columns / 128)
-    narrow = scheme == "int4_g32" or any(each % 128 for _, each, _ in model.quantized)
-    group = 32 if narrow else 128
-    return rows * math.ceil(columns / 8) * 4 + 4 * rows * (columns // group) + 16
-
-
-class Precision(NamedTuple):
-    """Bytes of a number: in the weights that the optimizer updates, and in forward and backward."""
-
-    weight: int
-    compute: int
-
-
-PRECISIONS = {"mixed": Precision(4, 2), "bfloat16": Precision(2, 2), "float32": Precision(4, 4)}
+# Bytes of a number: in the weights that the optimizer updates, and in forward and backward.
+PRECISIONS = {"mixed": (4, 2), "bfloat16": (2, 2), "float32": (4, 4)}
+_PLANNED = {"use_vllm": True, "vllm_mode": "server", "use_peft": False, "beta": 0}  # what the formulas cover
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """What one device computes at once, and how."""
+class Work:
+    """What one device trains at once. The help of a field describes it.
 
-    sequences: int
-    tokens: int  # of the longest sequence, with its prompt
-    scored: int  # tokens of its completion
-    accumulated: bool  # gradients wait for further micro-batches of the optimizer step before they are reduced
-    precision: Precision  # of weights and compute; FSDP2 keeps float32 weights beside a compute of 2 bytes
-    checkpointing: bool  # layers keep their input alone, and are computed again in backward
+    Raises:
+        ValueError: names the field, its value and the remedy.
+    """
+
+    per_device_train_batch_size: Annotated[int, COUNT] = setting(1, "sequences that a device computes at once")
+    gradient_accumulation_steps: Annotated[int, COUNT] = setting(16, "micro-batches of an optimizer step")
+    max_prompt_length: Annotated[int, COUNT] = setting(2048, "tokens of the longest prompt")
+    max_completion_length: Annotated[int, COUNT] = setting(8192, "tokens of the longest completion")
+    checkpointing: Literal["true", "false"] = setting("true", "whether layers are computed again in backward")
+    precision: Literal["mixed", "bfloat16", "float32"] = setting(
+        "mixed", "of training: float32 weights with BF16 compute (mixed), or both in one format"
+    )
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+
+
+def work_of_config(path: Path) -> tuple[dict[str, Any], str]:
+    """Read the fields of `Work` that a training configuration sets, and the model that it names.
+
+    Raises:
+        ValueError: names the field, its value and the remedy.
+        OSError: the file cannot be read.
+    """
+    config = {field.name: json_value(default_of(field)) for field in fields(DCGRPOConfig)}
+    config |= {"dtype": "float32", "use_peft": False} | read_yaml(path)
+    for name, planned in _PLANNED.items():
+        if config[name] != planned:
+            raise ValueError(
+                f"{name}={config[name]!r}: the plan covers full training beside a vLLM server, without a reference "
+                f"model. Set {name}: {planned}."
+            )
+    if "model_name_or_path" not in config:
+        raise ValueError("model_name_or_path is not set: give a Hub id or a directory.")
+    found = {field.name: config[field.name] for field in fields(Work) if config.get(field.name) is not None}
+    found["precision"] = "bfloat16" if config["dtype"] == "bfloat16" else "mixed" if config["bf16"] else "float32"
+    return found, config["model_name_or_path"]
 
 
 @dataclass(frozen=True)
@@ -88,15 +85,26 @@ class TrainerMemory:
         return self.weights + self.gradients + self.moments + passing
 
 
-def trainer_memory(model: Architecture, strategy: Strategy, devices: int, micro: MicroBatch) -> TrainerMemory:
-    """Return the bytes on each of the devices that train, with DDP, or with FSDP2 as accelerate sets it up."""
-    weight, compute = micro.precision
-    tokens = micro.sequences * micro.tokens
+def trainer_memory(
+    model: Architecture, strategy: Strategy, devices: int, work: Work, sync_each_batch: bool = False
+) -> TrainerMemory:
+    """Return the bytes on each of the devices that train, with DDP, or with FSDP2 as accelerate sets it up.
+
+    Args:
+        model: sizes of the model.
+        strategy: how the devices train.
+        devices: number of the devices that train.
+        work: what each of them computes.
+        sync_each_batch: whether gradients are reduced after each micro-batch, not once in an optimizer step.
+    """
+    weight, compute = PRECISIONS[work.precision]
+    scored = work.per_device_train_batch_size * work.max_completion_length
+    tokens = work.per_device_train_batch_size * work.max_prompt_length + scored
     layer = layer_activations(model, compute) * tokens
     inputs = model.layers * tokens * model.hidden * compute
-    layers = inputs + layer if micro.checkpointing else model.layers * layer
+    layers = inputs + layer if work.checkpointing == "true" else model.layers * layer
     # The last hidden states with their gradient in float32, two tiles of logits, the head's gradient in float32.
-    tile = min(micro.sequences * micro.scored, _HEAD_TILE[0]) * min(model.vocabulary, _HEAD_TILE[1])
+    tile = min(scored, _HEAD_TILE[0]) * min(model.vocabulary, _HEAD_TILE[1])
     head = (4 + 2 * compute) * model.hidden * tokens + 2 * tile * compute + 4 * model.head_parameters
     if strategy == "ddp":
         size = float(weight * model.parameters)
@@ -106,7 +114,8 @@ def trainer_memory(model: Architecture, strategy: Strategy, devices: int, micro:
     else:
         # accelerate casts trained weights to float32 before it shards them, unless nothing is mixed.
         size = (4 if compute == 2 else weight) * model.parameters / devices
-        gradients = size + (compute * model.parameters if micro.accumulated else 0)
+        accumulated = work.gradient_accumulation_steps > 1 and not sync_each_batch
+        gradients = size + (compute * model.parameters if accumulated else 0)
         # Two layers, since the next one is gathered ahead, and the gradient of one; embedding and head.
         outside = model.head_parameters * (1 if model.tied else 2)
         gathered = compute * (3 * model.layer_parameters + outside)

@@ -25,11 +25,6 @@ SAMPLER_FOLDER = "sampler"  # the sampler's weights if they lag behind the train
 ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
 AHEAD_FILE = "rollouts_ahead.json"  # the batch of all processes that was sampled beside training
 
-UNFINISHED = "unfinished"  # prefix of an incomplete checkpoint that a new run has renamed
-
-# Prefixes of the names under which transformers, PEFT, FSDP and DeepSpeed keep weights.
-_WEIGHTS = ("model.safetensors", "pytorch_model", "adapter_model", "*/adapter_model", "latest")
-
 Result = TypeVar("Result")
 
 logger = logging.get_logger(__name__)
@@ -77,22 +72,22 @@ def resumable_checkpoint(
                 "whole one in output_dir."
             )
         return str(wanted)
-    passed_over: dict[Path, str] = {}
+    passed_over: list[str] = []
     for folder in checkpoints(output_dir):
         defect = checkpoint_defect(folder)
         if defect is None:
             if passed_over:
-                logger.warning(f"Going on from {folder}. Passed over: {'; '.join(passed_over.values())}.")
+                logger.warning(f"Going on from {folder}. Passed over: {'; '.join(passed_over)}.")
             return str(folder)
-        passed_over[folder] = f"{folder.name} {defect}"
+        passed_over.append(f"{folder.name} {defect}")
+    state = f"holds no whole checkpoint: {'; '.join(passed_over)}" if passed_over else "holds no checkpoint"
     if word == "auto":
-        for folder, defect in passed_over.items():  # a new run would replace them or rotate them out
-            target = folder.with_name(f"{UNFINISHED}-{folder.name}")
-            set_aside([target])
+        for folder in checkpoints(output_dir):  # for which a new run would rotate its own checkpoints out
+            set_aside([target := folder.with_name(f"unfinished-{folder.name}")])
             folder.rename(target)
-            logger.warning(f"{defect}: it is kept as {target.name}, and the run starts again in {str(output_dir)!r}.")
+        if passed_over:
+            logger.warning(f"output_dir={str(output_dir)!r} {state}. They are kept as unfinished-checkpoint-N.")
         return None
-    state = f"holds no whole checkpoint: {'; '.join(passed_over.values())}" if passed_over else "holds no checkpoint"
     raise ValueError(
         f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} {state}. To start again, leave "
         "resume_from_checkpoint out and choose another output_dir, or use resume_from_checkpoint=auto."
@@ -116,44 +111,33 @@ def numbered_folders(output_dir: str | PathLike[str], prefix: str) -> dict[int, 
 def checkpoint_defect(folder: Path) -> str | None:
     """Return why training cannot resume exactly from a checkpoint (a file is missing or cut short), or None.
 
-    A manifest lists all files of a checkpoint. Without one (of another trainer), only what every trainer saves is
-    looked for.
+    Of a checkpoint without a manifest (of another trainer), only the trainer's state and the optimizer are looked for.
     """
     if not folder.is_dir():
         return "is no directory"
     if not (folder / TRAINER_STATE_FILE).is_file():
         return f"holds no {TRAINER_STATE_FILE}: it is not a checkpoint, or its save was cut short"
-    if not any(path for name in _WEIGHTS for path in folder.glob(f"{name}*")):
-        return "holds no weights (model.safetensors, adapter_model.safetensors, …)"
-    if not (folder / "latest").is_file():  # DeepSpeed keeps its optimizer in the folder that this file names
-        for name, found in (("optimizer.pt", "optimizer*"), ("scheduler.pt", "scheduler.pt")):
-            if not any(folder.glob(found)):
-                return (
-                    f"holds no {name} (save_only_model=true omits it): it cannot be continued, but a new run can "
-                    "start from its weights (model_name_or_path; an adapter has to be merged)"
-                )
-    try:
-        if (folder / MANIFEST_FILE).is_file():
-            listed = read_object(folder / MANIFEST_FILE)["files"]
-            for name, entry in listed.items():
-                if not (folder / name).is_file():
-                    return f"holds no {name}, which its {MANIFEST_FILE} lists"
-                if (found := (folder / name).stat().st_size) != entry["size"]:
-                    return f"holds {name} with {found:,} bytes in place of {entry['size']:,}: it was cut short"
-        elif (folder / STATE_FILE).is_file() and read_object(folder / STATE_FILE).get("manifest"):
-            return f"holds no {MANIFEST_FILE}: its save was cut short"
-    except ValueError as error:
-        return f"cannot be read: {error}"
+    manifest = folder / MANIFEST_FILE
+    if not manifest.is_file() and (folder / STATE_FILE).is_file():
+        return f"holds no {MANIFEST_FILE}: its save was cut short"
+    for name, entry in (read_object(manifest)["files"] if manifest.is_file() else {}).items():
+        if not (folder / name).is_file():
+            return f"holds no {name}, which its {MANIFEST_FILE} lists"
+        if (found := (folder / name).stat().st_size) != entry["size"]:
+            return f"holds {name} with {found:,} bytes in place of {entry['size']:,}: it was cut short"
+    # DeepSpeed keeps its optimizer in the folder that the file `latest` names.
+    if not any(folder.glob("optimizer*")) and not (folder / "latest").is_file():
+        return (
+            "holds no optimizer (save_only_model=true omits it): it cannot be continued, but a new run can start from "
+            "its weights (model_name_or_path; an adapter has to be merged)"
+        )
     return None
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a checkpoint, and return once checkpoint and manifest are on the disk.
+    """Write the manifest of a checkpoint, all of whose files are written: what resuming reads, with the sizes.
 
-    It lists what resuming reads: neither the deployment checkpoint nor remains of an unfinished one.
-
-    Args:
-        folder: directory of the checkpoint, all of whose files are written.
+    It returns once checkpoint and manifest are on the disk.
 
     Raises:
         OSError: the file system refused.
@@ -162,12 +146,12 @@ def write_manifest(folder: Path) -> None:
         path
         for path in sorted(folder.rglob("*"))
         if path.is_file()
-        and path != folder / MANIFEST_FILE
+        and path.name != MANIFEST_FILE
         and not any(part == DEPLOYMENT_FOLDER or part.startswith(".") for part in path.relative_to(folder).parts[:-1])
     ]
-    for path in [*files, *sorted({file.parent for file in files})]:
+    for path in [*files, *{path.parent for path in files}]:
         sync_to_disk(path)
-    listed = {str(file.relative_to(folder)): {"size": file.stat().st_size} for file in files}
+    listed = {str(path.relative_to(folder)): {"size": path.stat().st_size} for path in files}
     text = json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
     write_bytes(folder / MANIFEST_FILE, text.encode(), durable=True)
     sync_to_disk(folder.parent)  # this folder holds the checkpoint's own name

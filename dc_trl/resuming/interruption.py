@@ -10,11 +10,10 @@ from types import FrameType
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from ..serving.background import abandon_requests, allow_requests, in_thread
 from ..settings.command_line import ENDING
-from .checkpoints import checkpoints
 
 
 _SIGNALS = (signal.SIGINT, *ENDING)
@@ -39,12 +38,12 @@ class RunInterrupted(Exception):  # noqa: N818 (this is not an error)
 class StopSignals(TrainerCallback):
     """Makes SIGINT, SIGTERM, SIGHUP and SIGUSR1 end a run in order during a `with` block in the main thread.
 
-    During training, the present step is finished or the evaluation abandoned, and then [`RunInterrupted`] is raised in
-    all processes, whichever of them the signal has reached. A request to a vLLM server ends at once, and the present
-    step with it. [`DCGRPOTrainer`] then saves a checkpoint if a step has ended; a run that resumes from it begins with
-    the abandoned evaluation. Before and after training, the process exits at once by `SystemExit`. A second signal,
-    more than a second after the first, ends the process. The exit code is 128 + the signal's number, such as 130 or
-    143. Signals that were ignored when the block began stay ignored; a shell does that for background processes.
+    During training, the present step is finished, with the evaluation that is due, and saved. A request to a vLLM
+    server ends at once, and the step or evaluation with it: then the last step that had ended is saved. Then
+    [`RunInterrupted`] is raised in all processes, whichever of them the signal has reached. Before the first step and
+    after the last one the process ends at once, by `RunInterrupted` or `SystemExit`. A second signal, more than a
+    second after the first, ends the process. The exit code is 128 + the signal's number, such as 130 or 143. Signals
+    that were ignored when the block began stay ignored; a shell does that for background processes.
 
     Add it to the trainer as the last callback.
     """
@@ -76,32 +75,29 @@ class StopSignals(TrainerCallback):
         self._training = True
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.check()
         self._training = False
 
     def on_step_end(self, args, state, control, **kwargs):
         self._steps = state.global_step
-        self._signal_of_all = self._common_signal()
+        self._signal_of_all = self.common_signal()
         if self._signal_of_all:
-            control.should_training_stop = True
+            allow_requests()  # an evaluation may be due
+            control.should_training_stop = control.should_save = True
             control.should_log = args.logging_strategy != "no"
 
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.check()
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if self._training and self._steps == 0 and (signum := self.common_signal()):
+            raise RunInterrupted(signum)
 
-    on_prediction_step = on_epoch_begin
+    on_epoch_begin = on_prediction_step
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        # The last step has now been logged, and saved if it was due.
+        # The last step has now been logged and saved.
         if self._signal_of_all:
             raise RunInterrupted(self._signal_of_all)
 
-    def check(self) -> None:
-        """During training, raise [`RunInterrupted`] once a signal has reached a process. Call it in every process."""
-        if self._training and (signum := self._common_signal()):
-            raise RunInterrupted(signum)
-
-    def _common_signal(self) -> int:
+    def common_signal(self) -> int:
+        """Return the signal that has reached any process, or 0. Every process must call it."""
         state = PartialState()
         if state.num_processes == 1:
             return self._signum
@@ -116,7 +112,7 @@ class StopSignals(TrainerCallback):
             sys.exit(128 + signum)
         elif not self._signum:
             self._signum, self._since = signum, time.monotonic()
-            _write(signum, "the run ends after this step or evaluation batch; a second signal ends it at once.")
+            _write(signum, "the run ends after this step; a second signal ends it at once.")
             in_thread(abandon_requests)  # the interrupted thread may hold its lock
         elif time.monotonic() - self._since > _DUPLICATE_SECONDS:
             _write(signum, f"ended at once. {self._way_back()}")
@@ -126,9 +122,7 @@ class StopSignals(TrainerCallback):
         """Return how to resume if nothing more is saved."""
         if self._steps == 0:
             return BEGIN_AGAIN
-        if checkpoints(self._output_dir):
-            return f"Go on from the last checkpoint: {resume_command(self._output_dir)}."
-        return f"No checkpoint was saved: start again in another output_dir, or remove {self._output_dir}."
+        return f"Go on from the last checkpoint: {resume_command(self._output_dir)}."
 
 
 def _write(signum: int, what: str) -> None:
@@ -140,10 +134,3 @@ def _write(signum: int, what: str) -> None:
 def resume_command(output_dir: str) -> str:
     """Return the command that resumes from the newest checkpoint of an output directory."""
     return f"the same command with --output_dir {shlex.quote(output_dir)} --resume_from_checkpoint true"
-
-
-def stop_if_asked(trainer: Trainer) -> None:
-    """Call [`StopSignals.check`] at a point where the trainer's own loops do not, such as before an evaluation."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, StopSignals):
-            callback.check()

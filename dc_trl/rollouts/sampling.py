@@ -194,8 +194,7 @@ class ServerEngine:
         patience = Patience(request_timeout, server_timeout, max_retries)
         self._connection = Connection(url, patience)
         self._concurrency = concurrency
-        first_try = patience._replace(max_retries=0)
-        self.disclosed, self.max_length = self._connection.persist(self._disclose, first_try)
+        self.disclosed, self.max_length = self._disclose(first=True)
         require_loaded(self.disclosed.weight_version, self._connection.url)
         self.model = self.disclosed.name
         self._vocabulary = vocabulary

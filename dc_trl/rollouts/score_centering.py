@@ -71,6 +71,18 @@ class _Recorder:
         return (scaled_logits(logits, self._model.config.get_text_config()) / self._temperature).log_softmax(-1)
 
 
+class Centre(NamedTuple):
+    """What the distributions at each token of a micro-batch say.
+
+    Args:
+        score: Σ_v sg(w(v)·q(v)) log p(v), shape (B, T), nats, whose gradient is the mean of the weighted score.
+        drift: of q − p, the drift E_q[s] in the logits: ½ Σ_v |q(v) − p(v)| and the Euclidean norm, shape (B, T, 2).
+    """
+
+    score: Tensor
+    drift: Tensor
+
+
 class ScoreCentering:
     """Computes the mean score under the sampler: over the whole vocabulary, or its most probable tokens and a tail.
 
@@ -85,6 +97,7 @@ class ScoreCentering:
         correction: weights of tokens as in `dc_trl.constraint.corrections`, each by its own probabilities; None
             without one.
         padded: converts hidden states of the policy to padded rows, where it reads packed ones (`padding_free`).
+        top_k: number of the replica's most probable tokens that are read, at least 1; None for all of them.
 
     Raises:
         ValueError: an adapter is on the output head.
@@ -97,6 +110,7 @@ class ScoreCentering:
         temperature: float = 1.0,
         correction: Callable[[SampledTokens], Tensor] | None = None,
         padded: Callable[[Tensor], Tensor] | None = None,
+        top_k: int | None = None,
     ):
         model = base_model(policy)
         if isinstance(model.get_output_embeddings(), BaseTunerLayer):
@@ -106,6 +120,7 @@ class ScoreCentering:
             )
         self._sampler = sampler
         self._correction = correction
+        self._top_k = top_k
         self._of_policy = _Recorder(model, temperature, padded)
         if sampler is not None:
             self._of_sampler = _Recorder(sampler.model, temperature, with_gradient=False)
@@ -117,17 +132,14 @@ class ScoreCentering:
         width: int,
         advantages: Tensor,
         choices: Choices = NO_CHOICES,
-    ) -> Tensor:
-        """Return Σ_v sg(w(v)·q(v)) log p(v), whose gradient is the mean of the weighted score.
+    ) -> Centre:
+        """Return the mean score at each completion token of the policy's latest forward with a gradient.
 
         Args:
             input_ids, attention_mask: prompts and completions of that forward, shape (B, P + T).
             width: T.
             advantages: Â of each trajectory, shape (B,), or of each token, (B, T); some corrections go by its sign.
             choices: the tokens that truncated sampling kept, and those that vLLM named.
-
-        Returns:
-            Shape (B, T), nats, for the completions of the policy's latest forward with a gradient.
         """
         policy_head = self._of_policy.take()
         hidden = tiles_of(policy_head.hidden, width, len(policy_head.weight))
@@ -146,8 +158,8 @@ class ScoreCentering:
             tiled(choices.kept, width, size, count),
             strict=True,
         )
-        scores = [checkpoint(self._centre, *policy_head[1:], *tile, use_reentrant=False) for tile in tiles]
-        return torch.cat(scores).unflatten(0, (-1, width))
+        columns = [checkpoint(self._centre, *policy_head[1:], *tile, use_reentrant=False) for tile in tiles]
+        return Centre(*(torch.cat(parts).unflatten(0, (-1, width)) for parts in zip(*columns, strict=True)))
 
     def _centre(
         self,
@@ -158,15 +170,18 @@ class ScoreCentering:
         sampler: _Head | None,
         named: TileTokens | None,
         kept: TileTokens | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         log_p = self._of_policy.log_softmax(hidden, weight, bias)
         support = None if kept is None else kept.support(log_p)
         log_p = among(support, log_p)
         with torch.no_grad():
             if sampler is not None:
                 log_q = among(support, self._of_sampler.log_softmax(*sampler))
-            else:
-                assert named is not None
+                if self._top_k is not None:
+                    logps, ids = log_q.topk(min(self._top_k, log_q.shape[-1]))
+                    rows = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
+                    named = TileTokens(rows, ids.flatten(), logps.flatten())
+            if named is not None:
                 log_q = _with_tail(log_p, named)
             mean = q = log_q.exp()
             if self._correction is not None:
@@ -174,7 +189,9 @@ class ScoreCentering:
                 # Those outside of the support, and of an empty tail, are not finite, and do not count.
                 every = torch.ones_like(q, dtype=torch.bool)
                 mean = q * self._correction(SampledTokens.of(log_p, log_q, every, advantages))
-        return (mean * (log_p if support is None else log_p.where(support, 0.0))).sum(-1)
+            gap = q - log_p.exp()
+            drift = torch.stack([gap.abs().sum(-1) / 2, gap.norm(dim=-1)], -1)
+        return (mean * (log_p if support is None else log_p.where(support, 0.0))).sum(-1), drift
 
 
 def _with_tail(log_p: Tensor, named: TileTokens) -> Tensor:

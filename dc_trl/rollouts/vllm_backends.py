@@ -21,7 +21,7 @@ from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, is_packed
 from ..serving.client import LOADING, ServerClient, Weights
-from ..serving.connection import Deadline, Patience, is_local
+from ..serving.connection import Patience, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import require_shared_directory
 from ..serving.pool import ServerPool
@@ -200,16 +200,15 @@ class ServerGeneration(_DeployedGeneration):
         if self.weight_sync == "checkpoint":
             require_shared_directory(self.weight_sync_dir, self._urls)
             self._prepare_checkpoints(writes=True)
-        deadline = Deadline(self._patience.time_limit)
-        waits = {"start_timeout": self.server_timeout, "patience": self._patience, "deadline": deadline}
+        waits = {"start_timeout": self.server_timeout, "patience": self._patience}
         if len(self._urls) > 1:
             self.vllm_client: Any = ServerPool(self._urls, fits=self._require_fit, report=logger.warning, **waits)
             return
         client = ServerClient(self._urls[0], group_port=self.group_port, report=logger.warning, **waits)
         self.vllm_client = client
-        with client.connection.task(deadline):
-            self._require_fit(client)
-            if self.weight_sync == "nccl":
+        self._require_fit(client)
+        if self.weight_sync == "nccl":
+            with client.connection.task():
                 client.init_communicator(device=self.accelerator.device)
 
     def _require_fit(self, client: ServerClient) -> None:

@@ -1,10 +1,12 @@
 """Work in threads that do not delay the end of the process, and that any thread can end."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 from .errors import RequestAbandonedError
@@ -13,7 +15,7 @@ from .errors import RequestAbandonedError
 T = TypeVar("T")
 
 _lock = threading.Lock()
-_cancels: set[Callable[[], None]] = set()  # cancels each running coroutine
+_running: set[Future[Any]] = set()  # coroutines that run
 _abandoned = threading.Event()  # set while requests are abandoned
 
 
@@ -31,47 +33,44 @@ def in_thread(action: Callable[[], T]) -> "Future[T]":
     return future
 
 
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    in_thread(loop.run_forever)
+    return loop
+
+
+os.register_at_fork(after_in_child=_event_loop.cache_clear)  # the thread does not exist there
+
+
 @contextmanager
 def in_event_loop(coroutine: Coroutine[Any, Any, T]) -> "Iterator[Future[T]]":
-    """Run a coroutine beside the block, in a thread and an event loop of its own.
+    """Run a coroutine beside the block, in an event loop of another thread; the future holds its result or error.
 
-    The future holds its result or error, a `RequestAbandonedError` if `abandon_requests` ended it. Leaving the block
-    before the coroutine has ended cancels it and waits for that.
+    Leaving the block before the coroutine has ended cancels it.
+
+    Raises:
+        RequestAbandonedError: `abandon_requests` ended the coroutine, and the block read its result.
     """
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(coroutine)
-
-    def cancel() -> None:
-        with suppress(RuntimeError):  # the loop is closed if the coroutine has just ended by itself
-            loop.call_soon_threadsafe(task.cancel)
-
-    def run() -> T:
-        try:
-            return loop.run_until_complete(task)
-        except asyncio.CancelledError:
-            raise RequestAbandonedError from None
-        finally:
-            with _lock:
-                _cancels.remove(cancel)
-            loop.close()
-
+    future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
     with _lock:
-        _cancels.add(cancel)
+        _running.add(future)
     if _abandoned.is_set():
-        cancel()
-    future = in_thread(run)
+        future.cancel()
     try:
         yield future
+    except CancelledError:
+        raise RequestAbandonedError from None
     finally:
-        if not future.done():
-            cancel()
-            future.exception()
+        future.cancel()
+        with _lock:
+            _running.remove(future)
 
 
 def in_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in an event loop of its own, even if the caller is within one, such as a notebook's cell.
 
-    An interruption of the caller, such as Ctrl-C, cancels the coroutine and waits for its end.
+    An interruption of the caller, such as Ctrl-C, cancels the coroutine.
 
     Raises:
         RequestAbandonedError: see `in_event_loop`.
@@ -95,9 +94,9 @@ def abandon_requests() -> None:
     """End all coroutines that run, and all that begin before `allow_requests`. Any thread may call this."""
     _abandoned.set()  # comes first, so that coroutines that begin from now on see it
     with _lock:
-        cancels = list(_cancels)
-    for cancel in cancels:
-        cancel()
+        running = list(_running)
+    for future in running:
+        future.cancel()
 
 
 def allow_requests() -> None:

@@ -1,10 +1,7 @@
 """TRL's client of a vLLM server, extended by the weights that the server must hold and by limits of its requests."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,33 +11,21 @@ from trl.generation.vllm_client import VLLMClient
 
 from .answers import require_rollout
 from .background import pause
-from .connection import ONE_TRY, Connection, Deadline, Patience
+from .connection import ONE_TRY, Connection, Patience, wait_until_one_is_up
 from .errors import ServerError, ServerUnavailableError
 from .fit import check_server, is_cpu
 
 
-_MAX_CONCURRENT_IMAGES = 64  # largest number of concurrent prompts with images, the same as TRL's
 LOADING = "loading-"  # prefix of the version of weights that are not completely loaded
 
 
 def require_loaded(version: str | None, url: str) -> None:
-    """Refuse a server whose weights are not all of one version.
-
-    Args:
-        version: weight version that the server reports, or None.
-        url: address of the server, for the message.
-
-    Raises:
-        ServerError: the weights are being loaded, or their load was cut off.
-    """
+    """Raise a `ServerError` if the weights that a server reports are being loaded, or their load was cut off."""
     if version is not None and version.startswith(LOADING):
         raise ServerError(
             f"vLLM at {url} holds weights {version!r}: they are being loaded, or their load was cut off, which "
             "leaves an unknown mixture. Wait until the load has ended; if no run uses this server, start it anew."
         )
-
-
-ROLLOUTS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")  # paths of requests for completions
 
 
 class Weights(NamedTuple):
@@ -121,7 +106,6 @@ class ServerClient(RolloutClient):
         group_port: port of TRL's NCCL weight stream.
         start_timeout: seconds to wait until the server is up.
         patience: time limits and number of tries of requests.
-        deadline: deadline of the task to which the client's first requests belong; by default they are their own task.
         report: function that takes a line about what is happening.
 
     Attributes:
@@ -140,35 +124,26 @@ class ServerClient(RolloutClient):
         group_port: int = 51216,
         start_timeout: float = 240.0,
         patience: Patience = ONE_TRY,
-        deadline: Deadline | None = None,
         report: Callable[[str], None] = print,
     ):
         super().__init__()
+        self._report = report
         self.connection = Connection(base_url, patience, report)
         self.vocabulary: int | None = None
         connect = super(RolloutClient, self).__init__
-        with self.connection.task(deadline) as end, self.connection.reading("/v1/models"):
+        with self.connection.task() as end, self.connection.reading("/v1/models"):
             self.check_server(min(start_timeout, end.left))
             self.connection.persist(lambda first: connect(base_url=self.connection.url, group_port=group_port))
-        self.session: Any = SimpleNamespace(post=self._respond)  # TRL sends some requests without `_post`
 
     # --- TRL's ways to the server -----------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
-        """Wait until the server is up; see `Connection.wait_until_up`."""
-        self.connection.wait_until_up(total_timeout, retry_interval)
+        """Wait until the server is up; see `wait_until_one_is_up`."""
+        wait_until_one_is_up([self.connection], total_timeout, self._report)
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the server's resolved configuration (`VllmConfig`) as a JSON tree."""
-        answer = self.connection.get("/server_info", params={"config_format": "json"})
-        with self.connection.reading("/server_info"):
-            return answer["vllm_config"]
-
-    def read_model(self) -> None:
-        """Take the name of the model from the server."""
-        answer = self.connection.get("/v1/models")
-        with self.connection.reading("/v1/models"):
-            self.model = answer["data"][0]["id"]
+        return self.connection.get("/server_info", params={"config_format": "json"})["vllm_config"]
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self.connection.get(url.removeprefix(self.base_url), **kwargs)
@@ -179,16 +154,9 @@ class ServerClient(RolloutClient):
             # Each prompt is a separate request, since only a request can have a seed.
             requests = self.seeds.requests(kwargs["json"])
             answers = zip(requests, self.connection.post_all(path, requests), strict=True)
-            return self._take_choices([choice for asked, answer in answers for choice in self._read(asked, answer)])
-        answer = self.connection.request("POST", path, **kwargs)
-        return answer | self._take_choices(self._read(kwargs["json"], answer)) if path in ROLLOUTS else answer
-
-    def _respond(self, url: str, **kwargs: Any) -> SimpleNamespace:
-        answer = self._post(url, **kwargs)
-        return SimpleNamespace(status_code=200, json=lambda: answer)
-
-    def _read(self, request: dict[str, Any], answer: dict[str, Any]) -> list[dict[str, Any]]:
-        return require_rollout(request, answer, self.base_url, self.vocabulary)
+            read = [require_rollout(*pair, self.base_url, self.vocabulary) for pair in answers]
+            return self._take_choices([choice for choices in read for choice in choices])
+        return self.connection.request("POST", path, **kwargs)
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -199,33 +167,20 @@ class ServerClient(RolloutClient):
             ServerError: the server refused or failed in all tries, or its answer cannot be used for a rollout of its
                 weights.
         """
+        ask = super().generate
+
+        def sample(first: bool) -> dict[str, Any]:
+            if self.weights is None:
+                return ask(*args, **kwargs)
+            self.hold(self.weights, reload=not first)
+            output = ask(*args, **kwargs)
+            self.require_version(self.weight_version(), self.weights)
+            return output
+
         try:
-            return self.connection.persist(lambda first: self._generate(first, *args, **kwargs))
+            return self.connection.persist(sample)
         finally:
             self.seeds.forget()  # not earlier, so that another try samples the same completions
-
-    def _generate(self, first: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if self.weights is None:
-            return super().generate(*args, **kwargs)
-        self.hold(self.weights, reload=not first)
-        output = super().generate(*args, **kwargs)
-        self.require_version(self.weight_version(), self.weights)
-        return output
-
-    def _generate_from_features(
-        self, prompts: list[list[int]], features: list[dict[str, Any] | None], sampling_params: dict[str, Any]
-    ) -> dict[str, list]:
-        # TRL sends a request for each of these prompts, all with the same settings.
-        requests = self.seeds.requests(sampling_params | {"prompt": prompts})
-        ask = super()._generate_from_features
-
-        def complete(number: int) -> dict[str, list]:
-            settings = {name: value for name, value in requests[number].items() if name != "prompt"}
-            return ask(prompts[number : number + 1], features[number : number + 1], settings)
-
-        with ThreadPoolExecutor(min(_MAX_CONCURRENT_IMAGES, len(prompts))) as pool:
-            outputs = list(pool.map(complete, range(len(prompts))))
-        return {name: [entry for output in outputs for entry in output[name]] for name in outputs[0]}
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -256,11 +211,7 @@ class ServerClient(RolloutClient):
         self.load_checkpoint(str(weights.checkpoint), weights.version)
 
     def require_version(self, served: str, weights: Weights) -> None:
-        """Refuse completions after which the server held another version of the weights.
-
-        Raises:
-            ServerUnavailableError: `served` is not the version of `weights`.
-        """
+        """Raise a `ServerUnavailableError` if the server held another version of the weights after completions."""
         if served != weights.version:
             raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
 
@@ -274,22 +225,18 @@ class ServerClient(RolloutClient):
         Raises:
             ServerError: the server does not fit; the message names the option of `vllm serve` to change.
         """
-        info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
         with self.connection.reading("/server_info"):
+            info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
             check_server(info, layers, config=config, **needs)
         self.vocabulary = config.get_text_config().vocab_size
 
     def layers(self) -> str:
         """Return the engine's layers as text."""
-        answers = self._collective_rpc("get_model_inspection")
-        with self.connection.reading("/collective_rpc"):
-            return answers[0]
+        return self._collective_rpc("get_model_inspection")[0]
 
     def weight_version(self) -> str:
         """Return the version of the weights that the server holds; "default" until weights are loaded."""
-        answer = self.connection.get("/weight_info")
-        with self.connection.reading("/weight_info"):
-            return answer["weight_version"]
+        return self.connection.get("/weight_info")["weight_version"]
 
     def load_checkpoint(self, directory: str, weight_version: str) -> None:
         """Make the server reload its weights in place and clear the cache that it filled with the old ones.
@@ -302,13 +249,10 @@ class ServerClient(RolloutClient):
             ServerUnavailableError: the load failed, or the server is loading other weights.
         """
         self.name_weights(LOADING + weight_version)
-        self._collective_rpc(self._reload_method, weights_path=directory)
+        method = "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
+        self._collective_rpc(method, weights_path=directory)
         self.reset_prefix_cache()
         self.name_loaded(weight_version)
-
-    @cached_property
-    def _reload_method(self) -> str:
-        return "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
 
     def name_weights(self, weight_version: str) -> None:
         """Set the server's name for its present weights.
@@ -325,8 +269,7 @@ class ServerClient(RolloutClient):
         Raises:
             ServerUnavailableError: another client has begun to load other weights into the server.
         """
-        before = self.weight_version()
-        if before == LOADING + weight_version:
+        if self.weight_version() == LOADING + weight_version:
             self.name_weights(weight_version)
         if (served := self.weight_version()) != weight_version:
             raise ServerUnavailableError(
@@ -342,10 +285,8 @@ class ServerClient(RolloutClient):
         """
         # Blocks of a request that has just ended may stay in use for a moment.
         for _ in range(50):
-            answer = self.connection.request("POST", "/reset_prefix_cache")
-            with self.connection.reading("/reset_prefix_cache"):
-                if answer["success"]:
-                    return
+            if self.connection.request("POST", "/reset_prefix_cache")["success"]:
+                return
             pause(0.1)
         raise ServerUnavailableError(
             f"vLLM at {self.base_url} cannot empty its prefix cache: requests of another client are running on it"
@@ -353,6 +294,4 @@ class ServerClient(RolloutClient):
 
     def _collective_rpc(self, method: str, **kwargs: Any) -> list:
         body = {"method": method, "kwargs": kwargs}
-        answer = self.connection.request("POST", "/collective_rpc", json=body)
-        with self.connection.reading("/collective_rpc"):
-            return answer["results"]
+        return self.connection.request("POST", "/collective_rpc", json=body)["results"]

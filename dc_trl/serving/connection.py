@@ -3,9 +3,10 @@
 import asyncio
 import math
 import os
+import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_SECONDS = 10.0
-_MAX_CONCURRENT = 512  # largest number of concurrent requests; a process may have 1,024 open files by default
+MAX_CONCURRENT = 512  # largest number of concurrent requests; a process may have 1,024 open files by default
 _RETRY_STATUSES = (408, 425, 429)  # the HTTP 4xx that mean "later" and not "no"
 
 
@@ -55,11 +56,7 @@ ONE_TRY = Patience()
 
 
 def seconds_to_next_try(failure: object, failed: int, patience: Patience, deadline: Deadline) -> float:
-    """Return the seconds to wait after a number of failed tries.
-
-    Raises:
-        ServerUnavailableError: no try is left; the message has the failure and the limit that was reached.
-    """
+    """Return the seconds to wait after a number of failed tries; a `ServerUnavailableError` says that none is left."""
     if deadline.left == 0:
         limit = f"ddp_timeout, the other processes wait no longer than {deadline.seconds:g} s"
     elif failed > patience.max_retries:
@@ -85,6 +82,8 @@ class Connection:
     """
 
     def __init__(self, url: str, patience: Patience = ONE_TRY, report: Callable[[str], None] = print):
+        if not re.match(r"https?://[^/\s,]", url):
+            raise ServerError(f"{url!r} is not an address of a vLLM server: use http://HOST:PORT.")
         self.url = url.rstrip("/")
         self.patience = patience
         self._report = report
@@ -100,17 +99,10 @@ class Connection:
             "timeout": httpx.Timeout(None, connect=_CONNECT_SECONDS),
             "verify": httpx.create_ssl_context(),
         }
-        try:
-            httpx.URL(self.url)
-        except httpx.InvalidURL as error:
-            raise ServerError(f"{url!r} is not an address of a vLLM server ({error}): use http://HOST:PORT") from error
 
     @contextmanager
     def task(self, deadline: Deadline | None = None) -> Iterator[Deadline]:
-        """Set a deadline for all requests in the block, `time_limit` from now by default.
-
-        A task within a task is part of it and shares its deadline.
-        """
+        """Set a deadline for all requests in the block, `time_limit` from now by default; a task within shares it."""
         outer = self._deadline
         self._deadline = outer or deadline or Deadline(self.patience.time_limit)
         try:
@@ -131,31 +123,30 @@ class Connection:
             ServerRefusedError: the server answered HTTP 4xx.
             ServerError: the server requires an API key.
         """
-        return self._in_time(path, lambda: self.arequest(method, path, **kwargs))
+        return in_coroutine(self.arequest(method, path, **kwargs))
 
     def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the answers to several concurrent requests.
-
-        Raises:
-            ServerError: see `request`; the other requests are abandoned.
-        """
-        room = asyncio.Semaphore(_MAX_CONCURRENT)
+        """Return the answers to several concurrent requests; if one fails, the others are abandoned."""
+        room = asyncio.Semaphore(MAX_CONCURRENT)
 
         async def ask(body: dict[str, Any]) -> dict[str, Any]:
             async with room:
                 return await self.arequest("POST", path, json=body)
 
-        return self._in_time(path, lambda: all_of(map(ask, bodies)))
+        return in_coroutine(all_of(map(ask, bodies)))
 
     async def arequest(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        """Send a request as `request` does, in an event loop and within `request_timeout`."""
+        """Send a request as `request` does, in an event loop."""
         limit = self.patience.request_timeout
+        if self._deadline is not None:
+            limit = min(limit, self._deadline.left)
         try:
             async with asyncio.timeout(limit):
                 response = await self._send(method, path, **kwargs)
         except (httpx.TimeoutException, TimeoutError) as error:
             raise ServerUnavailableError(
-                f"vLLM at {self.url} did not answer {path} within {self.patience.prefix}request_timeout={limit:g} s"
+                f"vLLM at {self.url} did not answer {path} within {limit:.3g} s "
+                f"({self.patience.prefix}request_timeout, or what is left of ddp_timeout)"
             ) from error
         except httpx.RequestError as error:
             raise ServerUnavailableError(
@@ -167,25 +158,9 @@ class Connection:
         async with httpx.AsyncClient(**self._options) as http:
             return await http.request(method, path, **kwargs)
 
-    def _in_time(self, path: str, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine that queries the server, within the time that its task has left."""
-        left = math.inf if self._deadline is None else self._deadline.left
-        if left == 0:
-            raise ServerUnavailableError(f"vLLM at {self.url} was not asked for {path}: no time is left for it")
-        try:
-            return in_coroutine(asyncio.wait_for(action(), None if left == math.inf else left))
-        except TimeoutError as error:
-            raise ServerUnavailableError(
-                f"vLLM at {self.url} did not answer {path} within the remaining {left:.3g} s"
-            ) from error
-
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Turn errors of reading an answer in the block into an error of the server.
-
-        Raises:
-            ServerAnswerError: a part of the answer is missing or has another type.
-        """
+        """Turn errors of reading an answer in the block into a `ServerAnswerError`."""
         try:
             yield
         except MALFORMED as error:
@@ -201,9 +176,10 @@ class Connection:
             raise ServerError(
                 f"vLLM at {self.url} asks for an API key: set the environment variable VLLM_API_KEY to its key."
             )
-        if status == 404 and (path.endswith("/render") or not path.startswith("/v1")):
-            option = "--enable-scale-out" if path.endswith("/render") else "VLLM_SERVER_DEV_MODE=1 in its environment"
-            raise ServerRefusedError(f"vLLM at {self.url} does not serve {path}: restart it with {option}.")
+        if status == 404 and not path.startswith("/v1"):
+            raise ServerRefusedError(
+                f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its environment."
+            )
         if status >= 400 and "not JSON compliant" in text:
             # JSON has no NaN, so vLLM refuses to send the log-probabilities of broken weights.
             raise ServerUnavailableError(
@@ -222,11 +198,10 @@ class Connection:
 
     # --- tries ------------------------------------------------------------------------------------------------------
 
-    def persist(self, action: Callable[[bool], T], patience: Patience | None = None) -> T:
-        """Call `persist` with this server, by default with the connection's own patience."""
-        patience = patience or self.patience
+    def persist(self, action: Callable[[bool], T]) -> T:
+        """Call `persist` with this server, in a task of its own."""
         with self.task() as deadline:
-            return persist(action, patience, deadline, self.wait_until_up, self._report)
+            return persist([self], action, self.patience, deadline, self._report)
 
     async def apersist(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do the same as `persist` in an event loop, without reports, since many requests fail at once there."""
@@ -255,19 +230,9 @@ class Connection:
             return type(error).__name__
         return None if status == 200 else f"HTTP {status}"
 
-    def wait_until_up(self, timeout: float, interval: float = 1.0) -> None:
-        """Wait for this server; see `wait_until_one_is_up`."""
-        wait_until_one_is_up([self], timeout, interval, self._report)
 
-
-def wait_until_one_is_up(
-    servers: Sequence[Connection], timeout: float, interval: float, report: Callable[[str], None]
-) -> None:
-    """Wait until one of the servers is up, ask them every `interval` seconds, and report the wait.
-
-    Raises:
-        ServerUnavailableError: no server is up within `timeout` seconds.
-    """
+def wait_until_one_is_up(servers: Sequence[Connection], timeout: float, report: Callable[[str], None]) -> None:
+    """Wait until one of the servers is up, and report the wait; else raise a `ServerUnavailableError`."""
     begin = time.monotonic()
     reported = begin - 10
     setting = "vllm_server_base_url" if len(servers) == 1 else "vllm_server_base_urls"
@@ -282,23 +247,23 @@ def wait_until_one_is_up(
         if time.monotonic() - reported >= 10:
             reported = time.monotonic()
             report(f"waiting for vLLM at {urls} ({reason}): {waited:.0f} of {timeout:g} s")
-        pause(interval)
+        pause(1.0)
 
 
 def persist(
+    servers: Sequence[Connection],
     action: Callable[[bool], T],
     patience: Patience,
     deadline: Deadline,
-    wait_until_up: Callable[[float], None],
     report: Callable[[str], None],
 ) -> T:
     """Return the result of an action on servers; try again if it fails with a `ServerUnavailableError`.
 
     Args:
+        servers: servers of which one has to be up before another try.
         action: function that is told whether this is the first try.
         patience: number of tries, and time limits.
         deadline: deadline of all tries and the waits between them.
-        wait_until_up: function that waits, for at most the given seconds, until the next try can begin.
         report: function that takes a line about what is happening.
 
     Raises:
@@ -309,7 +274,7 @@ def persist(
     while True:
         try:
             if failed > 0:
-                wait_until_up(min(patience.server_timeout, deadline.left))
+                wait_until_one_is_up(servers, min(patience.server_timeout, deadline.left), report)
             return action(failed == 0)
         except ServerUnavailableError as error:
             failed += 1

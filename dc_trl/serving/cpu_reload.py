@@ -1,4 +1,4 @@
-"""Completes the in-place reload of weights by vLLM's CPU engine (vLLM 0.31). Runs inside the engine.
+"""Completes vLLM's CPU engine (vLLM 0.31, PyTorch 2.13): its reload of weights, and its FP8 products. Runs inside it.
 
 The kernels of that engine keep copies of the weights, packed for the processor. Three kinds survive a reload:
 
@@ -10,11 +10,19 @@ The kernels of that engine keep copies of the weights, packed for the processor.
   unpacked weights.
 
 `vllm serve --worker-extension-cls dc_trl.serving.cpu_reload.CPUReloadExtension` makes the complete reload callable.
+
+PyTorch passes products of FP8 matrices to oneDNN on every processor with AMX. On processors without AMX for float16
+(Sapphire and Emerald Rapids) oneDNN has only its reference kernel, which computes one number at a time: 64 × 128 by
+128 × 256 takes 0.12 s, and 0.2 ms in PyTorch's own code, with the same result. oneDNN is turned off for these products
+only: vLLM's own kernels for small bfloat16 layers end the process without it.
 """
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from vllm import _custom_ops
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -23,11 +31,40 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from .cpu_products import avoid_onednns_reference
+
+def avoid_onednns_reference() -> torch.library.Library | None:
+    """Make PyTorch itself multiply the FP8 matrices of this process if oneDNN has no kernel for them.
+
+    The operator's kernel is replaced, so that compiled engines use it too; a graph cannot set oneDNN's flag. Return
+    the library that holds the new kernels, or None if oneDNN has a kernel.
+    """
+    processor = torch.cpu.get_capabilities()
+    if not processor.get("amx_int8") or processor.get("amx_fp16"):
+        return None
+    # oneDNN would have requested AMX from the operating system, and vLLM's attention uses it without a request.
+    torch.cpu._init_amx()
+    operators = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # a kernel is replaced on purpose
+        for name in ("_scaled_mm", "_scaled_mm.out"):
+            kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+            operators.impl(name, _without_onednn(kernel.call_boxed), "CPU", with_keyset=True)
+    return operators
+
+
+def _without_onednn(product: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = torch.backends.mkldnn.set_flags(False)
+        try:
+            return product(*args, **kwargs)
+        finally:
+            torch.backends.mkldnn.set_flags(*before)
+
+    return run
 
 
 # vLLM imports this file in each worker, before it builds the model.
-avoid_onednns_reference()
+_FP8_PRODUCTS = avoid_onednns_reference()
 
 
 def reload_checkpoint(worker: Any, weights_path: str) -> None:

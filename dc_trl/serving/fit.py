@@ -42,24 +42,7 @@ def check_server(
     Raises:
         ServerError: the server is refused; the message names the reason and the option of `vllm serve` to change.
     """
-    _check_sampling(info["model_config"], max_length, logprobs)
-    # Other versions of vLLM do not have this entry.
-    if routing_replay and not info.get("aux_output_config", {}).get("enable_return_routed_experts"):
-        raise ServerError(
-            f"the server does not return the experts that routing_replay=True replays: start it with {ROUTES_OPTION}, "
-            "which vLLM supports only on GPUs."
-        )
-    _check_model(layers, config.get_text_config())
-    _check_format(info["model_config"]["quantization"], layer_kinds(layers), scheme, weight_sync)
-    extension = info["parallel_config"]["worker_extension_cls"]
-    if weight_sync == "checkpoint" and is_cpu(info) and extension != CPU_EXTENSION:
-        raise ServerError(
-            f"the server runs on a CPU with --worker-extension-cls {extension!r}, and vLLM's own reload leaves old "
-            f"weights in its CPU kernels: start it with --worker-extension-cls {CPU_EXTENSION}."
-        )
-
-
-def _check_sampling(model: dict[str, Any], max_length: int, logprobs: int) -> None:
+    model, kinds, text = info["model_config"], layer_kinds(layers), config.get_text_config()
     if model["logprobs_mode"] != "processed_logprobs":
         raise ServerError(
             f"the server runs with --logprobs-mode {model['logprobs_mode']}, whose log-probabilities ignore the "
@@ -75,38 +58,43 @@ def _check_sampling(model: dict[str, Any], max_length: int, logprobs: int) -> No
             f"the server takes {model['max_model_len']} tokens, and training needs {max_length} for prompt and "
             f"completion: start it with --max-model-len {max_length} or more, or lower max_completion_length."
         )
-
-
-def _check_model(layers: str, text: PretrainedConfig) -> None:
+    # Other versions of vLLM do not have this entry.
+    if routing_replay and not info.get("aux_output_config", {}).get("enable_return_routed_experts"):
+        raise ServerError(
+            f"the server does not return the experts that routing_replay=True replays: start it with {ROUTES_OPTION}, "
+            "which vLLM supports only on GPUs."
+        )
     embedding = re.search(r"embedding_dim=(\d+), org_vocab_size=(\d+)", layers)
-    if embedding is not None:
-        served, trained = tuple(map(int, embedding.groups())), (text.hidden_size, text.vocab_size)
-        if served != trained:
-            raise ServerError(
-                f"the server's model has {served[0]} channels and a vocabulary of {served[1]}, the trained one "
-                f"{trained[0]} and {trained[1]}: serve the model that is trained (vllm serve MODEL), with the same "
-                "tokenizer and its added tokens."
-            )
-
-
-def _check_format(method: str | None, kinds: list[str], scheme: str | None, weight_sync: str) -> None:
-    if weight_sync == "nccl" and method == "compressed-tensors":
+    trained = (text.hidden_size, text.vocab_size)
+    if embedding is not None and (served := tuple(map(int, embedding.groups()))) != trained:
+        raise ServerError(
+            f"the server's model has {served[0]} channels and a vocabulary of {served[1]}, the trained one "
+            f"{trained[0]} and {trained[1]}: serve the model that is trained (vllm serve MODEL), with the same "
+            "tokenizer and its added tokens."
+        )
+    if weight_sync == "nccl" and model["quantization"] == "compressed-tensors":
         raise ServerError(
             "the server runs a quantized checkpoint (--quantization compressed-tensors), which cannot take the BF16 "
             "weights of weight_sync='nccl': set weight_sync='checkpoint', or serve the BF16 model with --quantization "
             "fp8_per_channel."
         )
-    if weight_sync == "checkpoint" and kinds and method != "compressed-tensors":
+    if weight_sync == "checkpoint" and kinds and model["quantization"] != "compressed-tensors":
         raise ServerError(
-            f"the server quantizes by itself (--quantization {method}), so it does not sample with the checkpoint "
-            "that weight_sync='checkpoint' writes: leave --quantization out and serve a checkpoint in the scheme "
-            f"(dc-trl serve --scheme), or set weight_sync='nccl'."
+            f"the server quantizes by itself (--quantization {model['quantization']}), so it does not sample with the "
+            "checkpoint that weight_sync='checkpoint' writes: leave --quantization out and serve a checkpoint in the "
+            "scheme (dc-trl serve --scheme), or set weight_sync='nccl'."
         )
     if (scheme or "bf16") not in schemes_of(kinds) and (scheme is not None or weight_sync == "checkpoint"):
         raise ServerError(
             f"the server's layers are {', '.join(kinds) or 'not quantized'}, and training is for deployment_scheme="
             f"{scheme!r}: start it with dc-trl serve --scheme {scheme or 'bf16'}, or set deployment_scheme to the "
             "server's scheme."
+        )
+    extension = info["parallel_config"]["worker_extension_cls"]
+    if weight_sync == "checkpoint" and is_cpu(info) and extension != CPU_EXTENSION:
+        raise ServerError(
+            f"the server runs on a CPU with --worker-extension-cls {extension!r}, and vLLM's own reload leaves old "
+            f"weights in its CPU kernels: start it with --worker-extension-cls {CPU_EXTENSION}."
         )
 
 
@@ -130,11 +118,7 @@ def is_cpu(info: dict[str, Any]) -> bool:
 
 
 def require_shared_directory(weight_sync_dir: str | None, urls: Sequence[str]) -> None:
-    """Refuse servers on other machines if checkpoints go through the shared memory of this one.
-
-    Raises:
-        ServerError: servers are refused; the message names them.
-    """
+    """Refuse servers on other machines if checkpoints go through the shared memory of this one."""
     away = [url for url in urls if not is_local(url)]
     if weight_sync_dir is None and away:
         stream = ", or weight_sync='nccl'" if len(urls) == 1 else ""

@@ -1,16 +1,17 @@
 """Several vLLM servers that hold the same weights, with the interface of one."""
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from contextlib import ExitStack
 from functools import partial
+from itertools import cycle
 from typing import Any, TypeVar
 
 from .answers import require_rollout
 from .background import all_of, in_coroutine, in_thread
 from .client import RolloutClient, ServerClient, Weights
-from .connection import Deadline, Patience, persist, wait_until_one_is_up
+from .connection import MAX_CONCURRENT, Deadline, Patience, persist
 from .errors import ServerError, ServerUnavailableError
 
 
@@ -19,50 +20,30 @@ Fits = Callable[[ServerClient], None]  # raises a ServerError if a server does n
 
 
 class PooledServer:
-    """One of several servers and its state.
-
-    Attributes:
-        client: client that sends its requests.
-        sequences: number of sequences that it runs at a time.
-        lost: why it gets no prompts; None if it gets them.
-        answered: number of prompts that it has answered.
-    """
+    """One of several servers and its state."""
 
     def __init__(self, client: ServerClient, fits: Fits):
         self.client = client
         self.url = client.connection.url
         self._fits = fits
         fits(client)
-        info = client.get_server_info()
-        with client.connection.reading("/server_info"):
-            scheduler, parallel = info["scheduler_config"], info["parallel_config"]
-            self.sequences = int(scheduler["max_num_seqs"]) * int(parallel["data_parallel_size"])
-        self.lost: str | None = None
-        self.answered = 0
+        self.lost: str | None = None  # why it gets no prompts
+        self.answered = 0  # number of prompts
 
     def prepare(self, weights: Weights | None, deadline: Deadline) -> None:
-        """Make the server hold the weights, in one try; a lost server must be up again, and fit.
-
-        Raises:
-            ServerError: the server is not up, does not fit, or does not hold the weights.
-        """
+        """Make the server hold the weights, in one try; a lost server must be up again, and fit."""
         connection = self.client.connection
         with connection.task(deadline):
             if (reason := connection.why_down()) is not None:
                 raise ServerUnavailableError(f"vLLM at {self.url} is not up ({reason})")
             if self.lost is not None:  # it may have been restarted with other options
-                self.client.read_model()
                 self._fits(self.client)
             if weights is not None:
                 # A lost server may have loaded weights without an answer.
                 self.client.hold(weights, reload=self.lost is not None)
 
     async def complete(self, request: dict[str, Any], weights: Weights | None) -> dict[str, Any]:
-        """Return the answer to a request, if it is from the weights.
-
-        Raises:
-            ServerError: the server refused or failed, or has other weights.
-        """
+        """Return the answer to a request, if it is from the weights."""
         connection = self.client.connection
         body = request | {"model": self.client.model}
         answer = await connection.arequest("POST", "/v1/completions", json=body)
@@ -77,8 +58,8 @@ class ServerPool(RolloutClient):
     """Client of several vLLM servers that sample one policy and hold the same version of its weights.
 
     Each prompt of a rollout is a separate request for all of its completions, and has its own seed, so that every
-    server, and every new try, samples the same completions. A server that takes prompts holds the present
-    version of the weights before and after each of them, and gets the next prompt when it has room for it.
+    server, and every new try, samples the same completions. The servers get equally many prompts, and hold the present
+    version of the weights before and after each of them.
 
     A server that fails is lost: its prompts go to the others, and it is asked again before each rollout and
     synchronization. It takes prompts again once it is up, fits and has loaded the present weights. Only if all servers
@@ -89,7 +70,6 @@ class ServerPool(RolloutClient):
         fits: function that raises a `ServerError` if a server does not fit the run.
         start_timeout: seconds to wait until all servers are up.
         patience: time limits and number of tries of requests.
-        deadline: deadline of the first requests.
         report: function that takes a line about what is happening.
 
     Attributes:
@@ -107,18 +87,14 @@ class ServerPool(RolloutClient):
         fits: Fits,
         start_timeout: float,
         patience: Patience,
-        deadline: Deadline,
         report: Callable[[str], None] = print,
     ):
         super().__init__()
         self._patience, self._report = patience, report
 
         def meet(url: str) -> PooledServer:
-            client = ServerClient(
-                url, start_timeout=start_timeout, patience=patience, deadline=deadline, report=report
-            )
-            with client.connection.task(deadline):
-                server = PooledServer(client, fits)
+            client = ServerClient(url, start_timeout=start_timeout, patience=patience, report=report)
+            server = PooledServer(client, fits)
             client.connection.patience = patience._replace(max_retries=0)  # from now on, other servers can take over
             return server
 
@@ -135,8 +111,7 @@ class ServerPool(RolloutClient):
             ServerError: no server has loaded them.
         """
         self.weights = weights
-        deadline = Deadline(self._patience.time_limit)
-        self._persist(lambda first: self._prepare_servers(deadline), deadline)
+        self._persist(self._prepare_servers)
 
     def _prepare_servers(self, deadline: Deadline) -> list[PooledServer]:
         """Return the servers that hold the weights of the rollouts; each has just been asked."""
@@ -157,16 +132,14 @@ class ServerPool(RolloutClient):
 
     def lose(self, server: PooledServer, error: BaseException) -> None:
         """Give a server no more prompts until it holds the weights again."""
-        why = str(error)
-        # A server that stays away is not reported again; one that came back and does not fit is.
-        if server.lost is None or not (isinstance(error, ServerUnavailableError) or why == server.lost):
-            self._report(f"vLLM at {server.url} gets no prompts until it holds the weights again: {why}")
-        server.lost = why
+        if str(error) != server.lost:  # a server that stays away is not reported again
+            self._report(f"vLLM at {server.url} gets no prompts until it holds the weights again: {error}")
+        server.lost = str(error)
 
-    def _persist(self, action: Callable[[bool], Any], deadline: Deadline) -> Any:
+    def _persist(self, action: Callable[[Deadline], Any]) -> None:
+        deadline = Deadline(self._patience.time_limit)
         connections = [server.client.connection for server in self.servers]
-        up = partial(wait_until_one_is_up, connections, interval=1.0, report=self._report)
-        return persist(action, self._patience, deadline, up, self._report)
+        persist(connections, lambda first: action(deadline), self._patience, deadline, self._report)
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -176,70 +149,34 @@ class ServerPool(RolloutClient):
         requests = self.seeds.requests(body)
         self.seeds.forget()
         answers: list[dict[str, Any] | None] = [None] * len(requests)
-        deadline = Deadline(self._patience.time_limit)
 
-        def go_on(first: bool) -> None:
-            ready = self._prepare_servers(deadline)
-            while None in answers:  # once, but for prompts of a server that failed
-                living = [server for server in ready if server.lost is None]
-                if not living:
-                    raise ServerUnavailableError("; ".join(str(server.lost) for server in ready))
-                in_coroutine(self._share(requests, answers, body["n"], living, deadline))
+        room = asyncio.Semaphore(MAX_CONCURRENT)
 
-        self._persist(go_on, deadline)
-        return self._take_choices([choice for answer in answers if answer is not None for choice in answer["choices"]])
-
-    async def _share(
-        self,
-        requests: list[dict[str, Any]],
-        answers: list[dict[str, Any] | None],
-        completions: int,
-        servers: list[PooledServer],
-        deadline: Deadline,
-    ) -> None:
-        """Fill in the answers that are None. Each server takes the next prompt when it has room for its completions.
-
-        Raises:
-            ServerUnavailableError: the deadline has passed.
-            ServerError: a server refused a prompt.
-        """
-        left = [number for number, answer in enumerate(answers) if answer is None][::-1]
-
-        async def work(server: PooledServer) -> None:
-            while left and server.lost is None:
-                number = left.pop()
-                try:
+        async def ask(server: PooledServer, number: int) -> None:
+            try:
+                async with room:
                     answers[number] = await server.complete(requests[number], self.weights)
-                    server.answered += 1
-                except ServerUnavailableError as error:
-                    left.append(number)
-                    self.lose(server, error)
+                server.answered += 1
+            except ServerUnavailableError as error:
+                self.lose(server, error)
 
-        # One prompt more than it runs waits at each server for the next place.
-        places = [(place, server) for server in servers for place in range(server.sequences // completions + 1)]
-        workers = [work(server) for _, server in sorted(places, key=lambda each: each[0])]
-        try:
-            async with asyncio.timeout(deadline.left if deadline.left < math.inf else None):
-                await all_of(workers)
-        except TimeoutError as error:
-            urls = " and ".join(server.url for server in servers)
-            raise ServerUnavailableError(f"vLLM at {urls} did not answer all prompts in time") from error
+        def go_on(deadline: Deadline) -> None:
+            ready = self._prepare_servers(deadline)
+            with ExitStack() as stack:
+                for server in ready:
+                    stack.enter_context(server.client.connection.task(deadline))
+                while left := [number for number, answer in enumerate(answers) if answer is None]:
+                    living = [server for server in ready if server.lost is None]
+                    if not living:
+                        raise ServerUnavailableError("; ".join(str(server.lost) for server in ready))
+                    in_coroutine(all_of(map(ask, cycle(living), left)))
 
-    def image_features(self, *args: Any, **kwargs: Any) -> list[dict[str, Any] | None]:
-        """Refuse images, which only a single server can read.
-
-        Raises:
-            ServerError: always.
-        """
-        raise ServerError("vllm_server_base_urls supports only prompts of text: use vllm_server_base_url for images.")
+        self._persist(go_on)
+        return self._take_choices([choice for answer in answers if answer is not None for choice in answer["choices"]])
 
 
 def meet_all(urls: Sequence[str], meet: Callable[[str], T]) -> list[T]:
-    """Return what a function returns for each server. All servers are met at once.
-
-    Raises:
-        ServerError: a server was not met; the message names all of them.
-    """
+    """Return what a function returns for each server, all at once; a `ServerError` names all that were not met."""
     meetings = {url: in_thread(partial(meet, url)) for url in urls}
     wait(meetings.values())
     raise_failures({url: meeting.exception() for url, meeting in meetings.items()})
@@ -247,11 +184,7 @@ def meet_all(urls: Sequence[str], meet: Callable[[str], T]) -> list[T]:
 
 
 def raise_failures(failures: dict[str, BaseException | None]) -> None:
-    """Raise the failures of servers as one error, which is worth another try if each of them is.
-
-    Args:
-        failures: errors by address; None for a server that did not fail.
-    """
+    """Raise the failures of servers, by address, as one error, which is worth another try if each of them is."""
     errors = {url: error for url, error in failures.items() if error is not None}
     for error in errors.values():
         if not isinstance(error, ServerError):

@@ -1,6 +1,5 @@
 """Starts and stops a vLLM server with the options that training needs."""
 
-import atexit
 import os
 import re
 import shlex
@@ -11,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ import psutil
 from ..files import open_in_place
 from ..quantization.checkpoint import write_deployable
 from ..settings.pretrained import load_config
-from ..settings.ranges import ABOVE_0, COUNT, PORT, require_number
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
 from .connection import LOOPBACK, Connection
 from .errors import ServerError
@@ -74,8 +71,8 @@ def free_port(host: str, port: int) -> int:
             return listener.getsockname()[1]
         except OSError as error:
             raise ValueError(
-                f"host={host!r}, port={port} cannot be listened on ({error.strerror}): end the process that uses the "
-                "port, choose another one, or port 0 for a free one; the host must be an address of this machine."
+                f"host={host!r}, port={port} cannot be listened on ({error.strerror}): choose another port, or 0 for "
+                "a free one; the host must be an address of this machine."
             ) from error
 
 
@@ -94,15 +91,14 @@ class VLLMServer:
         port: port to listen on; 0 for a free one.
         max_model_len: largest number of tokens of prompt and completion together; by default the model's own limit.
         start_timeout: seconds to wait until the server is up.
-        log_path: file to which the server's output is appended. By default it is a temporary file, which is removed
-            when a `with` block of the server ends without an error.
+        log_path: file to which the server's output is appended, by default one in the directory for temporary files.
         options: further options of `vllm serve`. Keys and tokens among them are never shown.
         environment: further environment variables of the server, such as CUDA_VISIBLE_DEVICES.
         report: function that takes an occasional line about what is happening, by default `print`.
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: a number is out of range, the address is not usable, or an option for GPUs is used on a CPU.
+        ValueError: the address is not usable, or an option for GPUs is used on a CPU.
     """
 
     def __init__(
@@ -119,10 +115,6 @@ class VLLMServer:
         environment: dict[str, str] | None = None,
         report: Callable[[str], None] = print,
     ):
-        require_number("port", port, replace(PORT, or_else=(0, "for a free one")))
-        if max_model_len is not None:
-            require_number("max_model_len", max_model_len, COUNT)
-        require_number("start_timeout", start_timeout, ABOVE_0)
         self.host = host
         self.port = free_port(host, port)
         on_cpu = "cpu" in vllm_version()
@@ -134,7 +126,6 @@ class VLLMServer:
             )
         shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         self.url = f"http://[{shown_host}]:{self.port}" if ":" in shown_host else f"http://{shown_host}:{self.port}"
-        self._keeps_log = log_path is not None
         self.log_path = Path(log_path or Path(tempfile.gettempdir(), f"vllm-{self.port}-{os.getpid()}.log"))
         self._start_timeout = start_timeout
         self._report = report
@@ -166,11 +157,9 @@ class VLLMServer:
     def pid(self) -> int | None:
         """Process id of the server, None when it does not run."""
         watchdog = self._watchdog  # another thread may be ending it
-        if watchdog is None or watchdog.poll() is not None:
-            return None
         with suppress(psutil.NoSuchProcess):  # it has ended since
-            children = psutil.Process(watchdog.pid).children()
-            return children[0].pid if children else None
+            if watchdog is not None and (children := psutil.Process(watchdog.pid).children()):
+                return children[0].pid
         return None
 
     def start(self) -> None:
@@ -178,15 +167,12 @@ class VLLMServer:
 
         Raises:
             ServerError: the server ended or did not come up in time; the message has the last error of its log.
-            ValueError: another process listens on its port.
         """
         if self.host not in LOOPBACK:
             self._report(
                 f"WARNING: host {self.host} is not loopback. Anyone who reaches port {self.port} can load weights and "
                 "run the engine's methods; an API key does not protect those endpoints."
             )
-        self.stop()  # ends what is left of an earlier server
-        free_port(self.host, self.port)  # refuses a port that has been taken since
         self._report(f"starting {self.command}\n(log: {self.log_path})")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
         with open_in_place(self.log_path, os.O_WRONLY | os.O_APPEND) as log:
@@ -194,44 +180,28 @@ class VLLMServer:
             self._watchdog = start_watchdog(
                 str(_GRACE), *command, env=os.environ | self.environment, stdout=log, stderr=subprocess.STDOUT
             )
-        atexit.register(self.stop)
-        try:
-            self._wait_until_up(self._watchdog)
-        except BaseException:
-            # A server that is still starting hangs on SIGTERM, and has nothing to lose.
-            if (pid := self.pid) is not None:
-                with suppress(psutil.NoSuchProcess):
-                    psutil.Process(pid).kill()
-            self.stop()
-            raise
-
-    def _wait_until_up(self, watchdog: subprocess.Popen[bytes]) -> None:
         begin = reported = time.monotonic()
         connection = Connection(self.url)
-        while True:
-            code = watchdog.poll()
-            waited = time.monotonic() - begin
-            if code is not None:
-                raise ServerError(
-                    f"vLLM ended with exit code {code} after {waited:.0f} s: {self.last_error()} "
-                    f"(log: {self.log_path})"
-                )
-            if connection.why_down() is None:
-                self._report(f"vLLM is up at {self.url} after {waited:.0f} s")
-                return
-            if waited > self._start_timeout:
-                raise ServerError(
-                    f"vLLM did not come up within {self._start_timeout:g} s (start_timeout; in a training run, "
-                    f"vllm_server_timeout). Its last output: {self.last_error()} (log: {self.log_path})"
-                )
-            if time.monotonic() - reported > 10:
-                reported = time.monotonic()
-                self._report(f"vLLM is starting at {self.url}: {waited:.0f} s")
-            time.sleep(0.5)
+        try:
+            while connection.why_down() is not None:
+                waited = time.monotonic() - begin
+                ended = self._watchdog.poll() is not None
+                if ended or waited > self._start_timeout:
+                    code = self._watchdog.returncode
+                    limit = f"is not up after start_timeout={self._start_timeout:g} s (a run's vllm_server_timeout)"
+                    why = f"ended with exit code {code} after {waited:.0f} s" if ended else limit
+                    raise ServerError(f"vLLM {why}: {self.last_error()} (log: {self.log_path})")
+                if time.monotonic() - reported > 10:
+                    reported = time.monotonic()
+                    self._report(f"vLLM is starting at {self.url}: {waited:.0f} s")
+                time.sleep(0.5)
+        except BaseException:
+            self.stop()
+            raise
+        self._report(f"vLLM is up at {self.url} after {time.monotonic() - begin:.0f} s")
 
     def stop(self) -> None:
         """End the server and all its processes, by force if they take longer than 20 seconds."""
-        atexit.unregister(self.stop)
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             end_watchdog(watchdog)
@@ -253,11 +223,8 @@ class VLLMServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
-        # Ctrl-C is an orderly end too; an error may have named the file.
-        if not self._keeps_log and not (kind is not None and issubclass(kind, Exception)):
-            self.log_path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -266,7 +233,6 @@ def serve(
     scheme: str = "bf16",
     *,
     revision: str = "main",
-    checkpoint_dir: str | os.PathLike[str] | None = None,
     report: Callable[[str], None] = print,
     options: Sequence[str] = (),
     **kwargs: Any,
@@ -277,8 +243,6 @@ def serve(
         model: Hub id or directory of the model; also the name that clients use.
         scheme: one of `dc_trl.quantization.schemes.SCHEMES`.
         revision: revision of the Hub model.
-        checkpoint_dir: directory in which the checkpoint in the scheme is kept, by default a temporary one that is
-            removed after the block. `bf16` needs none.
         report, options, **kwargs: see `VLLMServer`.
 
     Raises:
@@ -286,7 +250,7 @@ def serve(
         ServerError: the server did not come up.
     """
     with temporary_folder("checkpoint") as folder:
-        served = model if scheme == "bf16" else str(checkpoint_dir or folder / "checkpoint")
+        served = model if scheme == "bf16" else str(folder / "checkpoint")
         if scheme == "bf16":
             options = ["--revision", revision, *options]
         # All errors in the arguments are raised before the model is loaded.

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -46,6 +47,11 @@ def add_model(group: argparse._ActionsContainer, what: str, required: bool = Tru
     """Add the options for a model: `--model` and `--revision`."""
     group.add_argument("--model", required=required, type=shipped, help=f"Hub id or directory {what}")
     group.add_argument("--revision", default="main", help="revision of a Hub model")
+
+
+def add_template(group: argparse._ActionsContainer) -> None:
+    """Add the option for variables of the chat template: `--chat_template_kwargs`."""
+    group.add_argument("--chat_template_kwargs", type=json.loads, default={}, help="'{\"enable_thinking\": false}'")
 
 
 def add_serve_options(group: argparse._ActionsContainer) -> None:

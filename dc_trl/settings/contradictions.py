@@ -5,7 +5,6 @@ from dataclasses import fields
 from typing import Any, NamedTuple, TypeAlias
 
 from .fields import declared_default
-from .micro_batches import MEANS_OF_MICRO_BATCHES
 from .recipes import RECIPES
 
 
@@ -29,11 +28,31 @@ class Rule(NamedTuple):
     values: Condition | None = None
 
 
+# Losses that are a mean over completions; the others divide by the tokens that enter them.
+MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
+# Settings whose term of the loss is a mean over a micro-batch, and depends on which completions share one.
+MEANS_OF_MICRO_BATCHES: dict[str, Callable[[Any], bool]] = {
+    "loss_type": lambda c: c.loss_type == "bnpo",
+    "top_entropy_quantile": lambda c: c.top_entropy_quantile < 1.0,  # of the entropies of a micro-batch
+    "use_adaptive_entropy": lambda c: c.use_adaptive_entropy,
+    "entropy_coef": lambda c: c.entropy_coef != 0.0,
+}
+
 _SERVER = "set use_vllm=True and vllm_mode='server'"
+_SCHEME = "set deployment_scheme (for example 'fp8')"
 
 
 def _any(settings: Any) -> bool:
     return True
+
+
+def _steps_within_batch(settings: Any) -> bool:
+    return settings.gradient_accumulation_steps % (settings.steps_per_generation * settings.num_iterations) != 0
+
+
+def _has_deployed_forward(settings: Any) -> bool:
+    # Only one of the two configurations can train through it.
+    return settings.split_by is not None or vars(settings).get("train_through_quantization", False)
 
 
 NO_EFFECT = (
@@ -44,12 +63,8 @@ NO_EFFECT = (
         "choose constraint='static' or 'lagrangian'",
     ),
     Rule("dual dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
-    Rule("train_through_quantization", {"deployment_scheme": [None]}, "set deployment_scheme (for example 'fp8')"),
-    Rule(
-        "vllm_importance_sampling_correction weight_sync score_centering_top_k",
-        {"use_vllm": [False]},
-        "set use_vllm=True",
-    ),
+    Rule("train_through_quantization", {"deployment_scheme": [None]}, _SCHEME),
+    Rule("vllm_importance_sampling_correction weight_sync", {"use_vllm": [False]}, "set use_vllm=True"),
     Rule(
         "weight_sync_steps",
         {"use_vllm": [False], "deployment_scheme": [None]},
@@ -65,40 +80,26 @@ NO_EFFECT = (
 )
 
 
+def mean_of_micro_batch(config: Any) -> str | None:
+    """Return the first of `MEANS_OF_MICRO_BATCHES` that a config has, as `name=value`; None if it has none."""
+    names = (name for name, applies in MEANS_OF_MICRO_BATCHES.items() if applies(config))
+    return next((f"{name}={getattr(config, name)!r}" for name in names), None)
+
+
 def require_effect(settings: Any) -> None:
-    """Refuse a field that was given a value and has no effect.
-
-    Args:
-        settings: an instance of a dataclass; rules about fields that it does not have are passed over.
-
-    Raises:
-        ValueError: names the field, the fields that leave it without effect, their values and the remedy.
-    """
+    """Refuse a field that was given a value and has no effect; see `refuse`."""
     refuse(settings, NO_EFFECT, "has no effect with", "leave it out, or ")
 
 
-def require_no_contradiction(config: Any) -> None:
-    """Refuse a `DCGRPOConfig` that contradicts itself, or sets what has no effect.
-
-    Raises:
-        ValueError: names the fields, their values and the remedy.
-    """
-    require_effect(config)
-    refuse(config, CONTRADICTIONS)
-
-
 def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", remedy: str = "") -> None:
-    """Refuse settings to which one of the rules applies.
+    """Refuse settings, an instance of a dataclass, to which one of the rules applies.
 
-    Args:
-        settings: an instance of a dataclass; rules about fields that it does not have are passed over.
-        rules: the rules.
-        verb: in the message, between the refused field and the others.
-        remedy: begin of each remedy.
-
-    Raises:
-        ValueError: names the fields, their values and the remedy.
+    In the message `verb` stands between the refused field and the others, and `remedy` before the rule's.
     """
+
+    def holds(name: str, condition: Condition) -> bool:
+        return condition(settings) if callable(condition) else getattr(settings, name) in condition
+
     defaults = {field.name: declared_default(field) for field in fields(settings)}
     if "recipe" in defaults:  # what it has filled in was not given
         defaults |= RECIPES[settings.recipe]
@@ -106,18 +107,14 @@ def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", reme
         names = rule.named.split()
         if not {*names, *rule.beside} <= defaults.keys():
             continue
-        if not all(_holds(settings, name, condition) for name, condition in rule.beside.items()):
+        if not all(holds(name, condition) for name, condition in rule.beside.items()):
             continue
         others = " and ".join(f"{name}={getattr(settings, name)!r}" for name in rule.beside)
         for name in names:
             value = getattr(settings, name)
             given = value != defaults[name] and value is not False
-            if given if rule.values is None else _holds(settings, name, rule.values):
+            if given if rule.values is None else holds(name, rule.values):
                 raise ValueError(f"{name}={value!r} {f'{verb} {others}'.strip()}: {remedy}{rule.remedy}.")
-
-
-def _holds(settings: Any, name: str, condition: Condition) -> bool:
-    return condition(settings) if callable(condition) else getattr(settings, name) in condition
 
 
 # The losses of CISPO and VESPO multiply log π_train of each token; the others multiply the ratio, which a trajectory
@@ -128,13 +125,6 @@ _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric
 # Corrections that weigh a token by its own probabilities alone.
 _CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip", "odds_truncate"}
 _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
-_ALIGNED: dict[str, Condition] = {"train_through_quantization": [True]}
-_SPLIT: dict[str, Condition] = {
-    "discrepancy_split": lambda c: c.split_by is not None,
-    "constraint_target": _any,
-    "rollout_correction_target": _any,
-}
-_COLOCATE: dict[str, Condition] = {"use_vllm": [True], "vllm_mode": ["colocate"]}
 _ONE = "set one of the two"
 
 CONTRADICTIONS = (
@@ -144,82 +134,43 @@ CONTRADICTIONS = (
         "choose a value within these bounds, or widen them",
         _any,
     ),
-    Rule(
-        "rollout_correction_max",
-        {"rollout_correction": lambda c: c.rollout_correction != "tv_mask"},
-        "it shuts out the ratio of engines that agree, which is 1; use a number of at least 1",
-        lambda c: c.rollout_correction_max is not None and c.rollout_correction_max < 1,
-    ),
-    Rule(
-        "discrepancy_split constraint_target rollout_correction_target",
-        {"deployment_scheme": [None]},
-        "it separates the number format's part of the discrepancy; set deployment_scheme to the format in which the "
-        "engine samples (for example 'fp8')",
-    ),
+    Rule("discrepancy_split constraint_target rollout_correction_target", {"deployment_scheme": [None]}, _SCHEME),
     Rule(
         "recipe",
         {"deployment_scheme": [None]},
-        "it trains through the number format in which the engine samples; set deployment_scheme to that format (for "
-        "example 'fp8')",
+        _SCHEME,
         lambda c: c.train_through_quantization and RECIPES[c.recipe]["train_through_quantization"],
     ),
-    Rule(
-        "dual",
-        {"discrepancy_tolerance": [0]},
-        "the relative violation δ̄/ε − 1 needs a tolerance above 0; set discrepancy_tolerance to one, or 'auto'",
-    ),
+    Rule("dual", {"discrepancy_tolerance": [0]}, "set a tolerance above 0 or 'auto': the violation is relative to it"),
     *(
-        Rule(name, beside, remedy)
-        for beside in (_ALIGNED, _SPLIT)
+        Rule(name, {"deployment_scheme": _has_deployed_forward}, remedy)
         for name, remedy in (
             ("fp16", "the deployed forward computes in bfloat16, as engines do; set bf16=True"),
             ("cast_lm_head_to_fp32", f"the deployed policy has its output head in bfloat16; {_ONE}"),
-            ("torch_compile", f"it would not see the hooks on every layer; {_ONE}"),
+            ("torch_compile", f"it would not see the hooks of the deployed forward; {_ONE}"),
         )
     ),
+    Rule("score_centering", {"deployment_scheme": [None], "use_vllm": [False]}, f"{_SCHEME}, or use_vllm=True"),
+    Rule("score_centering", {"importance_sampling_level": ["sequence"]}, "set importance_sampling_level='token'"),
+    Rule("score_centering", {"beta": lambda c: c.beta != 0}, "the KL term would be centred too; set beta=0"),
     Rule(
         "score_centering",
-        {"deployment_scheme": [None], "use_vllm": [False]},
-        "it reads the distribution of the engine that samples; set deployment_scheme (for example 'fp8') for the "
-        "in-process replica, or use_vllm=True",
-    ),
-    Rule(
-        "score_centering",
-        {"importance_sampling_level": ["sequence"]},
-        "there is one ratio for a trajectory, and not a score of each token; set importance_sampling_level='token'",
-    ),
-    Rule(
-        "score_centering",
-        {"beta": lambda c: c.beta != 0},
-        "the KL term has its gradient from the log-probabilities that are centred; set beta=0",
-    ),
-    Rule(
-        "score_centering",
-        {
-            "steps_per_generation": lambda c: (
-                c.gradient_accumulation_steps % (c.steps_per_generation * c.num_iterations) != 0
-            ),
-            "num_iterations": _any,
-        },
+        {"steps_per_generation": _steps_within_batch, "num_iterations": _any},
         "it needs the weights that sampled until a generation batch is used up; set num_iterations=1 and "
         "steps_per_generation to gradient_accumulation_steps",
     ),
     Rule(
         "score_centering",
         {"rollout_correction": lambda c: not {*c.correction_names} <= _CORRECTIONS_OF_TOKENS},
-        "the mean is taken over what might have been sampled, which needs a weight of each token by itself; set "
-        "'token_truncate', 'token_mask', 'icepop', 'tv_mask', 'ppo_clip', 'odds_truncate' or 'none'",
+        "the mean needs a weight of each token by itself; set 'token_truncate', 'token_mask', 'icepop', 'tv_mask', "
+        "'ppo_clip', 'odds_truncate' or 'none'",
     ),
-    Rule(
-        "score_centering",
-        {"vllm_importance_sampling_correction": [True]},
-        "its weights would multiply the mean too; leave it out, and set rollout_correction='token_truncate'",
-    ),
+    Rule("score_centering", {"vllm_importance_sampling_correction": [True]}, f"it would weigh the mean too; {_ONE}"),
     Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"the mean is the whole difference's; {_ONE}"),
     Rule(
         "score_centering",
         {"loss_type": ["vespo"], "rollout_correction": lambda c: c.rollout_correction != "none"},
-        "VESPO has the weights in its ratio of a trajectory; set rollout_correction='none' or another loss_type",
+        "set rollout_correction='none' or another loss_type",
     ),
     Rule(
         "rollout_correction",
@@ -231,64 +182,37 @@ CONTRADICTIONS = (
     Rule(
         "rollout_correction",
         {"importance_sampling_level": ["sequence"], "loss_type": lambda c: c.loss_type not in _LOSSES_BY_TOKEN},
-        "there is one ratio for a trajectory, through which a masked token still gets the gradient of the others; set "
-        "'sequence_truncate', 'sequence_mask' or 'geometric_mask', or importance_sampling_level='token'",
+        "there is one ratio for a trajectory; set 'sequence_truncate', 'sequence_mask' or 'geometric_mask', or "
+        "importance_sampling_level='token'",
         lambda c: not {*c.correction_names} <= _CORRECTIONS_OF_TRAJECTORIES,
     ),
     Rule(
         "weight_sync",
         {"vllm_server_base_urls": lambda c: len(c.vllm_server_base_urls or []) > 1},
-        "TRL streams to one server; set weight_sync='auto', or use one server on several GPUs (--data-parallel-size)",
+        "TRL streams to one server; set weight_sync='auto'",
         ["nccl"],
     ),
-    Rule(
-        "weight_sync_steps",
-        {"weight_sync": ["nccl"]},
-        "it streams the present weights alone, and checkpoints need older ones; set weight_sync='auto'",
-    ),
-    Rule(
-        "weight_sync_steps",
-        {"use_vllm": [True], "vllm_enable_sleep_mode": [True]},
-        "sleeping drops weights that the next rollouts need; set vllm_enable_sleep_mode=False",
-    ),
+    Rule("weight_sync_steps", {"weight_sync": ["nccl"]}, "checkpoints need older weights; set weight_sync='auto'"),
+    Rule("weight_sync_steps", {"use_vllm": [True], "vllm_enable_sleep_mode": [True]}, f"sleep drops weights; {_ONE}"),
     *(
-        Rule(
-            "max_tokens_per_micro_batch",
-            {name: applies},
-            f"it decides which completions share a micro-batch, over which a term of the loss is a mean; {_ONE}",
-        )
+        Rule("max_tokens_per_micro_batch", {name: applies}, f"the loss is a mean over a micro-batch; {_ONE}")
         for name, applies in MEANS_OF_MICRO_BATCHES.items()
     ),
-    Rule(
-        "routing_replay",
-        {"use_vllm": [False], "deployment_scheme": [None]},
-        "model.generate does not say which experts it chose; set deployment_scheme (for example 'bf16'), or "
-        "use_vllm=True with vllm_mode='server'",
-    ),
-    Rule(
-        "routing_replay",
-        _COLOCATE,
-        "TRL's own engine does not return the chosen experts; set vllm_mode='server', or use_vllm=False with "
-        "deployment_scheme",
-    ),
+    Rule("routing_replay", {"use_vllm": [False], "deployment_scheme": [None]}, f"{_SCHEME}, or {_SERVER}"),
+    Rule("routing_replay", {"use_vllm": [True], "vllm_mode": ["colocate"]}, _SERVER),
     # Those that follow keep the penalty from tokens that δ̄ counts: λ would climb to `lambda_max` without effect.
     Rule(
         "importance_sampling_level",
         {**_CONSTRAINED, "discrepancy_level": ["token"], "loss_type": lambda c: c.loss_type not in _LOSSES_BY_TOKEN},
-        "there is one ratio for a trajectory, which spreads the penalty of a token over all of them; set "
-        "discrepancy_level='sequence', importance_sampling_level='token', or constraint='none'",
+        "there is one ratio for a trajectory; set discrepancy_level='sequence', importance_sampling_level='token', or "
+        "constraint='none'",
         ["sequence"],
     ),
-    Rule(
-        "off_policy_mask_threshold",
-        _CONSTRAINED,
-        "it masks trajectories where the engines differ most, and their penalty; unset it or set constraint='none'",
-    ),
+    Rule("off_policy_mask_threshold", _CONSTRAINED, "it masks their penalty; unset it or set constraint='none'"),
     Rule(
         "vllm_importance_sampling_mode",
         {**_CONSTRAINED, "vllm_importance_sampling_correction": [True]},
-        "it masks tokens where the engines differ most, and their penalty; set rollout_correction in its place, which "
-        "takes those tokens out of δ̄ too, or 'token_truncate' or 'sequence_truncate', or constraint='none'",
+        "it masks their penalty; set rollout_correction in its place, or constraint='none'",
         ["token_mask", "sequence_mask"],
     ),
     # And these make the engines' difference more than their mismatch.
@@ -302,10 +226,5 @@ CONTRADICTIONS = (
         },
         "the training log-probabilities are taken at temperature; set temperature alone",
     ),
-    Rule(
-        "vllm_structured_outputs_regex",
-        {"constraint": lambda c: c.compared_by is not None},
-        "tokens that it shuts out would be taken for mismatch; unset it, or leave the engines uncompared "
-        "(constraint='none', rollout_correction='none', score_centering=False)",
-    ),
+    Rule("vllm_structured_outputs_regex", {"constraint": lambda c: c.compared_by is not None}, "unset it"),
 )

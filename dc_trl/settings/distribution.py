@@ -1,8 +1,7 @@
 """How a run is divided among processes: what its launch and its fields ask for, and whether accelerate gives it.
 
-accelerate silently gives something else where it cannot give what was asked for: DDP (MULTI_CPU) for FSDP on a CPU,
-and processes that each train by themselves where they find no device. Such a run is refused here, before anything is
-loaded. FSDP2 on a CPU works: PyTorch has it, but accelerate does not turn it on.
+accelerate silently gives something else where it cannot: DDP for FSDP on a CPU, and processes that each train by
+themselves where they find no device.
 """
 
 import os
@@ -36,11 +35,7 @@ class Sharding(NamedTuple):
 
 
 def sharding_of(args: Any) -> Sharding:
-    """Return what `accelerate launch` (through the environment) or the fields `fsdp` and `deepspeed` ask for.
-
-    `distributed_state` of these training arguments does not tell: it is MULTI_GPU for FSDP too until the accelerator
-    is built.
-    """
+    """Return what `accelerate launch` (through the environment) or the fields `fsdp` and `deepspeed` ask for."""
     if args.fsdp:
         return Sharding("FSDP", args.fsdp_plugin_args["fsdp_version"])
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
@@ -69,10 +64,8 @@ def require_division(args: Any) -> None:
         if made == DistributedType.NO or sharding.level != 2:
             raise ValueError(
                 f"distributed_type: FSDP with fsdp_version: {sharding.level}: accelerate would train without sharding "
-                f"(distributed_type: {made.value}). Launch it with `accelerate launch --config_file "
-                f"{shipped('configs/accelerate/fsdp2.yaml')}`, and without a GPU with "
-                f"{shipped('configs/accelerate/two_cpu_processes_fsdp2.yaml')} and use_cpu=true."
+                f"(distributed_type: {made.value}). Launch several processes, with fsdp_version: 2 without a GPU (see "
+                f"{shipped('configs/accelerate/two_cpu_processes_fsdp2.yaml')})."
             )
-        # PyTorch's FSDP2 runs with gloo as with NCCL. accelerate builds it for this type and not for MULTI_CPU, and
-        # nothing that it then does with the type needs a GPU.
+        # PyTorch's FSDP2 runs with gloo as with NCCL, and nothing that accelerate does with this type needs a GPU.
         state.distributed_type = DistributedType.MULTI_GPU

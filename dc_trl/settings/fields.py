@@ -2,25 +2,15 @@
 
     dual_window: Annotated[int, COUNT] = setting(1, "Number of generation batches that δ̄ is averaged over.")
 
-The annotation has the type, the choices (`Literal`) and the range (`Annotated` with a `Range`); the call has the
-default and the help. TRL and transformers declare their fields without ranges: `TRL_RANGES` and `TRL_CHOICES` add what
-these libraries look at after the first rollout, or never.
+TRL and transformers declare their fields without ranges: `TRL_RANGES` and `TRL_CHOICES` add what these libraries look
+at after the first rollout, or never.
 """
 
-from collections.abc import Sequence
 from dataclasses import MISSING, Field, field, fields
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .ranges import (
-    ABOVE_0,
-    AT_LEAST_0,
-    COUNT,
-    SHARE,
-    Range,
-    require_choice,
-    require_number,
-)
+from .ranges import ABOVE_0, AT_LEAST_0, COUNT, SHARE, Range, require_choice, require_number
 
 
 # Ranges of those numbers of TRL and transformers that a run would otherwise meet once its engine is up, or never.
@@ -42,12 +32,7 @@ TRL_CHOICES: dict[str, Any] = {
 
 
 def setting(default: Any, meaning: str) -> Any:
-    """Declare a field of a dataclass.
-
-    Args:
-        default: value of the field; each instance has its own copy of a list.
-        meaning: help of the option, in full sentences that name other fields as they are.
-    """
+    """Declare a field of a dataclass with its default, of which each instance has a copy, and its help."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": meaning})
     return field(default=default, metadata={"help": meaning})
@@ -62,7 +47,6 @@ def declared_default(declared: Field) -> Any:
 
 
 def kinds_of(hint: Any) -> list[Any]:
-    """Return the members of a union, or the annotation itself."""
     return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
 
 
@@ -86,9 +70,7 @@ def choices_of(settings: type) -> dict[str, tuple[Any, ...]]:
 
 
 def require_fields(settings: Any, of: type | None = None) -> None:
-    """Refuse a value that its field does not take: another choice, a number out of range, a word for a truth value.
-
-    A field takes None only where its default is None.
+    """Refuse a value that its field does not take: another choice, a number out of range, None without such a default.
 
     Args:
         settings: an instance of a dataclass, as its user has filled it.
@@ -104,14 +86,9 @@ def require_fields(settings: Any, of: type | None = None) -> None:
         value = getattr(settings, name)
         if value is None and defaults[name] is None:
             continue
+        if hints[name] is bool and not isinstance(value, bool | None):  # a word is true in Python
+            raise ValueError(f"{name}={value!r} is invalid: use True or False.")
         if name in choices:
             require_choice(name, value, choices[name])
         if name in ranges:
             require_number(name, value, ranges[name])
-        # With a word as a truth value, and text or a number as a list, Python would go on.
-        kinds = [kind for kind in kinds_of(hints[name]) if kind is not NoneType]
-        if kinds == [bool] and not isinstance(value, bool | None):
-            raise ValueError(f"{name}={value!r} is invalid: use True or False.")
-        a_list = isinstance(value, Sequence | None) and not isinstance(value, str)
-        if len(kinds) == 1 and get_origin(kinds[0]) is list and not a_list:
-            raise ValueError(f"{name}={value!r} is invalid: use a list.")

@@ -1,6 +1,5 @@
 """Paths that a user gives. Shipped files are found from anywhere; what is missing is refused before torch loads."""
 
-import difflib
 import os
 import shlex
 from pathlib import Path
@@ -23,10 +22,9 @@ def shipped_configs() -> Path:
 
 
 def shipped(name: str) -> str:
-    """Return the path of a shipped file, or the name as it is.
+    """Return the path of a shipped file, `configs/…` or `dc_trl/assets/…` if the working directory has none such.
 
-    `configs/…` and `dc_trl/assets/…` mean files of the working directory if they are there, and otherwise files of the
-    package, so that shipped configurations and commands of the documentation work from any directory.
+    Every other name is returned as it is.
     """
     path = Path(name)
     if not path.exists():
@@ -40,18 +38,14 @@ def config_file(name: str) -> Path:
     """Return the YAML file that a user means by its path, or by the name of a shipped one, without `.yaml` or with it.
 
     Raises:
-        ValueError: there is no such file; the message names the nearest and all shipped ones.
+        ValueError: there is no such file; the message names all shipped ones.
     """
-    path = Path(shipped(name))
-    if path.is_file():
-        return path
     files = {file.stem: file for file in sorted(shipped_configs().glob("*.yaml"))}
-    wanted = name.removesuffix(".yaml")
-    if wanted in files:
-        return files[wanted]
-    close = difflib.get_close_matches(path.stem, files, n=1)
-    hint = f"did you mean {close[0]}? Shipped are" if close else "give the path of a YAML file, or one that ships:"
-    raise ValueError(f"config={name!r} is no file: {hint} {', '.join(files)}.")
+    path = Path(shipped(name))
+    found = path if path.is_file() else files.get(name.removesuffix(".yaml"))
+    if found is None:
+        raise ValueError(f"config={name!r} is no file: give the path of a YAML file, or one of {', '.join(files)}.")
+    return found
 
 
 def is_path(name: str) -> bool:
@@ -67,11 +61,7 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
     if not is_path(name) or (path / "config.json").is_file():
         return
     if (path / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{option}={name!r} is the folder of an adapter, and no model: give the model that the adapter is "
-            "for, and the adapter as --adapter_name_or_path, or in Python "
-            "model=PeftModel.from_pretrained(the model, the adapter, is_trainable=True)."
-        )
+        raise ValueError(f"{option}={name!r} holds an adapter: give its model, and it as adapter_name_or_path.")
     what = "has no config.json, so it holds no model" if path.is_dir() else "does not exist as a directory"
     raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory.")
 
@@ -83,10 +73,7 @@ def is_data_file(name: str) -> bool:
 
 
 def require_data_file(name: str, option: str = "dataset_name") -> None:
-    """Refuse a data file that is missing, empty, or of another kind."""
+    """Refuse a data file that is missing or of another kind."""
     path = Path(name).expanduser()
-    if path.suffix not in READERS:
-        raise ValueError(f"{option}={name!r} is not a data file: use one of {', '.join(READERS)}.")
-    if not path.is_file() or path.stat().st_size == 0:
-        what = "is empty: it needs at least one row" if path.is_file() else "does not exist: check the path"
-        raise ValueError(f"{option}={name!r} {what}.")
+    if path.suffix not in READERS or not path.is_file():
+        raise ValueError(f"{option}={name!r} is no data file: give one of {', '.join(READERS)} that exists.")

@@ -9,45 +9,36 @@ from typing import Any, get_args
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least`, or above `above`, to `most`, or below `below`.
+    """Numbers from `least`, or above `above`, to `most`.
 
     Args:
-        least, above, most, below: bounds; None for no bound.
+        least, above, most: bounds; None for no bound.
         whole: allow whole numbers alone.
         infinite: allow +∞ too.
-        or_else: one further number that is allowed, and what it means.
     """
 
     least: int | None = None
     above: int | None = None
     most: int | None = None
-    below: int | None = None
     whole: bool = False
     infinite: bool = False
-    or_else: tuple[int, str] | None = None
 
     def allows(self, value: Any) -> bool:
         """Return whether the value is a number of this range."""
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value
-        if self.or_else is not None and number == self.or_else[0]:
-            return True
-        finite = abs(number) < (2**63 if isinstance(number, Integral) else math.inf)  # NaN is not
         return (
-            (finite or (self.infinite and number == math.inf))
+            (abs(number) < math.inf or (self.infinite and number == math.inf))  # NaN is neither
             and (self.least is None or number >= self.least)
             and (self.above is None or number > self.above)
             and (self.most is None or number <= self.most)
-            and (self.below is None or number < self.below)
         )
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number" if self.infinite else "a finite number"
-        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        words = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
-        other = [] if self.or_else is None else [f"or {self.or_else[0]} {self.or_else[1]}"]
-        return ", ".join([kind, *words, *other])
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most}
+        return ", ".join([kind, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
 
 
 COUNT = Range(least=1, whole=True)
@@ -57,7 +48,6 @@ AT_LEAST_0 = Range(least=0)
 ABOVE_0 = Range(above=0)
 SHARE = Range(above=0, most=1)
 SEED = Range(least=0, most=2**32 - 1, whole=True)
-PORT = Range(least=1, most=65535, whole=True)
 
 
 def require_choice(name: str, value: object, choices: Any) -> None:

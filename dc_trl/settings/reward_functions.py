@@ -8,12 +8,8 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-
-# Settings are also read without torch.
-if TYPE_CHECKING:
-    from torch import Tensor
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -22,12 +18,7 @@ LARGEST = 1e18
 
 
 class CheckedReward:
-    """A reward function whose rewards are checked before they become advantages. Picklable if the function is.
-
-    Args:
-        reward: the function, which is not async.
-        name: in messages and metrics.
-    """
+    """A reward function, not async, whose rewards are checked before they become advantages; picklable if it is."""
 
     def __init__(self, reward: Callable[..., Any], name: str):
         self._reward: Callable[..., Any] = reward
@@ -51,33 +42,35 @@ def checked_reward(reward: Callable[..., Any], name: str | None = None) -> Check
     return (AsyncCheckedReward if is_async(reward) else CheckedReward)(reward, name or reward_name(reward))
 
 
-def reward_name(reward: Callable[..., Any]) -> str:
-    """Return the name that TRL gives a reward function: the function's, also within `partial`, or the class's."""
+def _without_partial(reward: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(reward, functools.partial):
         reward = reward.func
+    return reward
+
+
+def reward_name(reward: Callable[..., Any]) -> str:
+    """Return the name that TRL gives a reward function: the function's, also within `partial`, or the class's."""
+    reward = _without_partial(reward)
     return getattr(reward, "__name__", type(reward).__name__)
 
 
 def is_async(reward: Callable[..., Any]) -> bool:
     """Return whether a reward function returns a coroutine, as TRL sees it."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
+    reward = _without_partial(reward)
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
 def require_rewards(name: str, rewards: Any, completions: int) -> list[float | None]:
-    """Return what a reward function returned for so many completions as numbers.
-
-    It is a list, tuple, array or tensor of numbers. `None` and NaN mean that there is no reward for a completion.
+    """Return what a reward function returned for so many completions as numbers; None and NaN: there is no reward.
 
     Raises:
-        TypeError: it is not such a collection, or holds something else than numbers.
+        TypeError: it is no list, tuple, array or tensor of numbers.
         ValueError: there are more or fewer rewards than completions, or one is larger than `LARGEST`.
     """
-    remedy = "return one for each completion, a number or None"
-    if isinstance(rewards, str | bytes | Mapping | Set):
-        raise TypeError(f"reward function {name!r} returned {excerpt(rewards)}, a {type(rewards).__name__}: {remedy}.")
+    remedy = "return one for each completion, a finite number or None"
     try:
+        if isinstance(rewards, str | bytes | Mapping | Set):
+            raise TypeError(f"a {type(rewards).__name__}")
         values = [math.nan if value is None else float(value) for value in rewards]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: a tensor of several numbers
         raise TypeError(f"reward function {name!r} returned {excerpt(rewards)} ({error}): {remedy}.") from error
@@ -87,22 +80,8 @@ def require_rewards(name: str, rewards: Any, completions: int) -> list[float | N
         )
     for row, value in enumerate(values):
         if abs(value) > LARGEST:
-            raise ValueError(
-                f"reward function {name!r} returned {value:g} for completion {row}: advantages would be 0 or "
-                f"infinite. Return finite numbers of at most {LARGEST:g}, None where there is no reward."
-            )
+            raise ValueError(f"reward function {name!r} returned {value:g} for completion {row}: {remedy}.")
     return [None if math.isnan(value) else value for value in values]
-
-
-def require_finite(named: str, rewards: Tensor) -> None:
-    """Refuse rewards of models, or weighted sums, of shape (B,), of which one is not finite or above `LARGEST`."""
-    wrong = ~(rewards.abs() <= LARGEST)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"{named} is {rewards[row].item():g} for completion {row}: advantages would be 0, infinite or NaN. Give "
-            f"finite rewards of at most {LARGEST:g}."
-        )
 
 
 def excerpt(value: Any) -> str:
@@ -112,14 +91,7 @@ def excerpt(value: Any) -> str:
 
 
 def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
-    """Call a reward function, which may be async, with arguments as TRL passes them, `prompts` among them.
-
-    Returns:
-        One reward for each prompt; None where the function returned None or NaN.
-
-    Raises:
-        TypeError, ValueError: see `require_rewards`.
-    """
+    """Call a reward function, which may be async, with arguments as TRL passes them; see `require_rewards`."""
     rewards: Any = checked_reward(reward)(**arguments)
     if inspect.iscoroutine(rewards):
         # In a thread of its own: in a notebook, this thread runs an event loop already.
@@ -133,11 +105,7 @@ def require_callable(
 ) -> None:
     """Refuse a reward function that cannot be called as TRL calls it; TRL would find out after the first rollout.
 
-    Args:
-        named: the function as the user has named it, for the message.
-        columns: of the rows.
-        extra: names of further arguments that this run passes.
-        more: whether a `rollout_func` may pass arguments that cannot be known.
+    It is given the rows' `columns` and this run's `extra` arguments; with `more`, a `rollout_func` may add others.
     """
     given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
     given |= {*extra, *columns} - {"prompt", "completion"}  # which TRL does not pass: `prompts` holds the former

@@ -8,8 +8,6 @@ HIDDEN = "(hidden)"
 
 # Names of secrets in fields, dicts and options: hub_token, api-key, clientSecret, Authorization.
 _NAME = re.compile(r"(token|key|secret|passw(or)?d|pwd|credentials?|authorization|auth|cookie)$", re.IGNORECASE)
-# Options of `vllm serve`, which accepts abbreviated names.
-_OPTIONS = ("--api-key", "--hf-token")
 # Values that are secrets by their form, and the parts of a URL that may hold secrets.
 _FORMS = re.compile(
     r"\b(hf_|sk-|ghp_|github_pat_|wandb_v1_)[\w-]{16,}|(?i:\bbearer\s+\S+)"
@@ -26,6 +24,7 @@ def is_secret_name(name: str) -> bool:
 
 def without_secrets(text: str) -> str:
     """Return a text without what looks like a token, and with URLs without user and query."""
+    text = _JSON_MEMBER.sub(rf'\1"{HIDDEN}"', text)
     return _URL_PARTS.sub("", _FORMS.sub(HIDDEN, text))
 
 
@@ -35,12 +34,11 @@ def hide_in_options(words: Sequence[str]) -> list[str]:
     for word in words:
         if word.startswith("--") or (word.startswith("-") and not hiding):  # a key may begin with a dash
             name, equals, _ = word.partition("=")
-            begins_option = len(name) > 3 and any(option.startswith(name.replace("_", "-")) for option in _OPTIONS)
-            secret = is_secret_name(name) or begins_option
+            secret = is_secret_name(name)
             hiding = secret and not equals
-            shown.append(f"{name}={HIDDEN}" if secret and equals else _without_json_secrets(word))
+            shown.append(f"{name}={HIDDEN}" if secret and equals else without_secrets(word))
         else:
-            shown.append(HIDDEN if hiding else _without_json_secrets(word))
+            shown.append(HIDDEN if hiding else without_secrets(word))
     return shown
 
 
@@ -51,7 +49,3 @@ def secrets_in_options(words: Sequence[str]) -> list[str]:
         for word, seen in zip(words, hide_in_options(words), strict=True)
         if seen.endswith(HIDDEN) and word != seen
     ]
-
-
-def _without_json_secrets(word: str) -> str:
-    return without_secrets(_JSON_MEMBER.sub(rf'\1"{HIDDEN}"', word))

@@ -3,28 +3,25 @@
 TRL pads a generation batch to its longest completion, shuffles it and splits it into the slices of its buffer. Then
 the rows of the slices that share an optimizer step are regrouped, in each process by itself, and cut to the longest
 row of their own forward. The step's loss and gradient are sums over its completions, so they do not change.
-`dc_trl.settings.micro_batches` lists the losses that are not such sums; their slices keep their rows and are only cut.
+`MEANS_OF_MICRO_BATCHES` lists the losses that are not such sums; their slices keep their rows and are only cut.
 The pure functions are in `dc_trl.rollouts.batching`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 from accelerate import DistributedType
-from accelerate.logging import get_logger
 from torch import Tensor
 
 from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
 from ..rollouts.truncation import Choices
-from ..settings.micro_batches import MEAN_OVER_COMPLETIONS, mean_of_micro_batch
+from ..settings.contradictions import MEAN_OVER_COMPLETIONS, mean_of_micro_batch
 from ..trl_hooks import HookedTrainer, Scores
 
-
-logger = get_logger(__name__)
 
 # TRL's scores, and where the kept tokens are measured alone, the log-probabilities among them, (rows, T), detached.
 Scored: TypeAlias = tuple[Scores, Tensor | None]
@@ -38,11 +35,6 @@ _TOKEN_MEANS = {
     **dict.fromkeys(("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), 0),
     **dict.fromkeys(("routing/replayed_fraction", "routing/flipped_fraction"), 1),
 }
-
-
-def is_regrouped(slices: list[dict[str, Any]]) -> bool:
-    """Return whether only `LengthAwareBatches.loss` computes the loss of these slices of a generation batch."""
-    return any(_ROWS in slice_ for slice_ in slices)
 
 
 class LengthAwareBatches:
@@ -64,8 +56,6 @@ class LengthAwareBatches:
         if fixed is None and trainer.aux_loss_enabled:
             fixed = f"router_aux_loss_coef={trainer.router_aux_loss_coef!r}"
         self._regroups = fixed is None
-        if fixed is not None:
-            logger.info(f"{fixed} is a mean over the micro-batch: completions are not grouped by length.")
         if args.max_tokens_per_micro_batch is None:
             return
         budget = f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch}"
@@ -140,7 +130,9 @@ class LengthAwareBatches:
 
     def _plan(self, batch: dict[str, Any], rows: int, least: int) -> list[Forward]:
         """Return the forwards of the rows of all processes."""
-        table = self._rows_table(batch)
+        lengths = lengths_of(batch, self._multiple)
+        images = torch.tensor(batch.get("num_images", [0] * len(lengths)), device=lengths.device)
+        table = torch.cat([lengths, images.unsqueeze(1)], dim=1)
         if self._trainer.accelerator.num_processes > 1:
             table = self._trainer.accelerator.gather(table)
         seeing = table[:, 2] > 0
@@ -154,12 +146,6 @@ class LengthAwareBatches:
             # Sorted by length, rows without images would share a forward, which vision models cannot compute.
             in_order=bool(seeing.any() and not seeing.all()),
         )
-
-    def _rows_table(self, batch: dict[str, Any]) -> Tensor:
-        """Return the tokens of each row's prompt and completion, and its number of images: int64, shape (rows, 3)."""
-        lengths = lengths_of(batch, self._multiple)
-        images = torch.tensor(batch.get("num_images", [0] * len(lengths)), device=lengths.device)
-        return torch.cat([lengths, images.unsqueeze(1)], dim=1)
 
     # --- several forwards in a slice --------------------------------------------------------------------------------
 
@@ -227,7 +213,8 @@ class LengthAwareBatches:
         whole |= choices.in_batch()
         options = {name: value for name, value in options.items() if name not in whole}
         rank = self._trainer.accelerator.process_index
-        scores = []
+        found: list[Tensor | None] = []
+        losses: list[Tensor] = []
         for rows_of_forward in self._plan(whole, batch_size, least=1):
             rows = [row - rank * len(input_ids) for row in rows_of_forward[rank]]
             inputs = self.trimmed(take(whole, rows))
@@ -239,29 +226,15 @@ class LengthAwareBatches:
                 torch.cat([inputs.pop(f"prompt_{kind}"), inputs.pop(f"completion_{kind}")], dim=1)
                 for kind in ("ids", "mask")
             )
-            scores.append((rows, forward(own, ids, mask, width, **inputs, **options)))
-        return _assembled(scores, len(input_ids), logits_to_keep)
-
-
-def _assembled(scores: list[tuple[list[int], Scored]], rows: int, width: int) -> Scored:
-    """Combine the scores of several forwards.
-
-    Args:
-        scores: the rows of each forward, and their scores.
-        rows, width: shape of the result, which is 0 where a forward has padding.
-    """
-    of_trl, among = zip(*(outputs for _, outputs in scores), strict=True)
-    logps, entropies, losses = zip(*of_trl, strict=True)
-
-    def whole(parts: Sequence[Tensor]) -> Tensor:
-        table = parts[0].new_zeros(rows, width)
-        for (own, _), part in zip(scores, parts, strict=True):
-            table[own, : part.shape[1]] = part
-        return table
-
-    combined = (
-        whole(logps),
-        None if entropies[0] is None else whole(entropies),
-        None if losses[0] is None else torch.stack(losses).mean(),
-    )
-    return combined, None if among[0] is None else whole(among)
+            (logps, entropies, loss), among = forward(own, ids, mask, width, **inputs, **options)
+            scores = (logps, entropies, among)
+            if not found:  # 0 where a forward has padding
+                shape = len(input_ids), logits_to_keep
+                found = [None if score is None else score.new_zeros(shape) for score in scores]
+            for table, score in zip(found, scores, strict=True):
+                if table is not None and score is not None:
+                    table[rows, :width] = score
+            losses += [] if loss is None else [loss]
+        all_logps, all_entropies, all_among = found
+        assert all_logps is not None
+        return (all_logps, all_entropies, torch.stack(losses).mean() if losses else None), all_among

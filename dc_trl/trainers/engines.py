@@ -1,11 +1,17 @@
-"""Builds the engine that samples: the in-process replica, or vLLM in the mode that the arguments select."""
+"""Builds the engine that samples: the in-process replica, or vLLM in the mode that the arguments select.
+
+`require_servers` checks before the model is loaded that the vLLM servers of a run are up and fit it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from transformers import ProcessorMixin
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from transformers import PretrainedConfig, ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..config import DCGRPOConfig
@@ -18,6 +24,8 @@ from ..trl_hooks import HookedTrainer
 if TYPE_CHECKING:
     from ..rollouts.replica import Replica
 
+logger = get_logger(__name__)
+
 # Parameters of TRL's engine that are attributes of the trainer, and those that are its fields named vllm_*.
 _OF_TRAINER = (
     *("model", "accelerator", "processing_class", "max_completion_length"),
@@ -27,20 +35,6 @@ _OF_VLLM = (
     *("mode", "server_base_url", "server_host", "server_port", "group_port", "server_timeout", "max_model_length"),
     *("tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode", "model_impl", "structured_outputs_regex"),
 )
-
-
-def require_one_turn(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of the trainer that need several dependent requests for one rollout.
-
-    Raises:
-        ValueError: an argument is refused; the message names it.
-    """
-    for name in ("tools", "environment_factory", "rollout_func"):
-        if arguments.get(name):
-            raise ValueError(
-                f"rollout_overlap=True samples a generation batch by one request ahead of training, and {name} "
-                f"asks the engine turn by turn: leave {name} out, or set rollout_overlap=False."
-            )
 
 
 def build_replica(trainer: HookedTrainer, scheme: str) -> Replica:
@@ -92,7 +86,12 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
     # Only a checkpoint can bring back older weights.
     weight_sync = "checkpoint" if args.weight_sync_steps > 1 else args.weight_sync
     if args.vllm_mode == "server":
-        _check_server_defaults(args, model)
+        # A server takes what TRL's requests do not set from the model.
+        of_model = base_model(model).generation_config.to_dict()
+        requested = {"top_p": args.top_p, "top_k": args.top_k, "repetition_penalty": args.repetition_penalty}
+        requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
+        left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
+        _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
         require_shared_embeddings(model)
         server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
         return server_mode(args, weight_sync, **of_trl)
@@ -126,20 +125,8 @@ def complete_generation_config(trainer: HookedTrainer) -> bool:
     return bool(truncations(settings))
 
 
-def _check_server_defaults(args: DCGRPOConfig, policy: Any) -> None:
-    """Refuse settings that a vLLM server takes from the model where TRL's requests set none.
-
-    Raises:
-        ValueError: a setting restricts sampling under a constraint.
-    """
-    of_model = base_model(policy).generation_config.to_dict()
-    requested = {"top_p": args.top_p, "top_k": args.top_k, "repetition_penalty": args.repetition_penalty}
-    requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
-    left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
-    _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
-
-
 def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], corrected: Collection[str] = ()) -> None:
+    """Refuse settings of a model that restrict sampling under a constraint."""
     if args.compared_by is None:
         return
     for name, value, remedy in restrictions(settings, corrected):
@@ -148,3 +135,51 @@ def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], correcte
             f"not the policy's, and {args.comparison} would take that difference for mismatch: {remedy} in "
             f"model.generation_config (generation_config.json) or {args.without_comparison}."
         )
+
+
+def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
+    """Refuse servers that are not up within `vllm_server_timeout`, or do not fit. Call it in every process.
+
+    `ServerGeneration` makes the checks that need the loaded model, and those of the weight stream's connections.
+
+    Args:
+        args: arguments of the trainer, with `vllm_mode="server"`.
+        config: configuration of the trained model.
+
+    Raises:
+        ServerError: a server is refused; the message names it, the reason and the option to change.
+    """
+    from ..rollouts.vllm_backends import needs_checkpoint, raised_together
+    from ..serving.client import ServerClient
+    from ..serving.connection import Patience
+    from ..serving.errors import ServerError
+    from ..serving.fit import require_shared_directory
+    from ..serving.pool import meet_all
+
+    one = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    urls = args.vllm_server_base_urls or [one]
+    weight_sync: str = args.weight_sync
+    if weight_sync == "auto":
+        # What else decides, the policy and its device, is not known yet.
+        weight_sync = "checkpoint" if needs_checkpoint(args.deployment_scheme, urls, args.device) else "none"
+    seconds = min(60.0, args.vllm_request_timeout or math.inf)
+    patience = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
+
+    def meet(url: str) -> None:
+        ServerClient(
+            url, start_timeout=args.vllm_server_timeout, patience=patience, report=logger.warning
+        ).require_fit(
+            config,
+            scheme=args.deployment_scheme,
+            max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
+            logprobs=args.named_tokens,
+            weight_sync=weight_sync,
+            routing_replay=args.routing_replay,
+        )
+
+    with raised_together(ServerError):
+        if not PartialState().is_main_process:
+            return
+        meet_all(urls, meet)  # which refuses what is no address
+        if weight_sync == "checkpoint":
+            require_shared_directory(args.weight_sync_dir, urls)

@@ -7,40 +7,18 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
 from ..files import append_text, set_aside, write_text
+from ..quantization.policy import base_model
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history
 from ..records.settings import changed_settings, json_value
 from ..records.started import STARTS_FILE, cpu_name, record_start
 
 
 logger = logging.get_logger(__name__)
-
-
-def training_settings(args: Any, model: nn.Module | None, further: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings: model, adapter, `further` settings, and arguments that differ from the defaults.
-
-    Other `TrainingArguments` are also compared with `DCGRPOConfig`'s defaults, so that runs of several trainers can be
-    compared.
-    """
-    found = dict(further)
-    name = getattr(getattr(model, "config", None), "_name_or_path", None)
-    if name and "model_name_or_path" not in found:
-        found["model_name_or_path"] = json_value(name)
-    if isinstance(model, PeftModel):
-        found["peft"] = {adapter: changed_settings(config) for adapter, config in model.peft_config.items()}
-    return found | changed_settings(args, DCGRPOConfig)
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a process's device: the processor's with its cores, or the accelerator's."""
-    if device.type == "cpu":
-        return cpu_name()
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
 
 
 class HistoryCallback(TrainerCallback):
@@ -53,7 +31,7 @@ class HistoryCallback(TrainerCallback):
     without tokens and keys. Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that
     `report_to` sends to trackers) becomes one line of `history.jsonl`. `starts.json` records when and on what device
     the run was started. At every save and at the end of training, `run.png` shows reward, δ̄ with its tolerance, and λ.
-    Logs of an evaluation before training are written when training begins.
+    An evaluation before training is not kept.
 
     A resumed run keeps its settings and continues the history from its checkpoint. A new run in the same directory
     renames the old files to `history.1.jsonl`, `settings.1.json`, `run.1.png` and so on, and the old `deployment/` to
@@ -67,7 +45,6 @@ class HistoryCallback(TrainerCallback):
     def __init__(self, settings: Mapping[str, Any] | None = None):
         self._settings = settings or {}
         self._history: Path | None = None  # history of the present or last training
-        self._before_training: list[dict[str, Any]] = []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if not state.is_world_process_zero:
@@ -77,27 +54,32 @@ class HistoryCallback(TrainerCallback):
         if state.global_step > 0:
             # Steps after the checkpoint will be repeated, and earlier logs of this object belong to another run.
             if self._history.exists():
-                self._write([row for row in read_history(self._history) if row["step"] <= state.global_step])
+                rows = [row for row in read_history(self._history) if row["step"] <= state.global_step]
+                write_text(self._history, "".join(f"{json.dumps(row)}\n" for row in rows))
         else:
-            _keep_earlier_run(args)
-            if self._before_training:
-                self._write(self._before_training)
-        self._before_training = []
-        record_start(self._history.parent, state.global_step, device_name(args.device), args.world_size)
+            names = [HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, FIGURE_FILE]
+            if isinstance(args, DCGRPOConfig) and args.exports_deployment:
+                names.append(DEPLOYMENT_FOLDER)
+            for file, kept in set_aside(self._history.with_name(name) for name in names).items():
+                logger.warning(f"{file} belongs to an earlier run and is kept as {kept.name}.")
+        device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else cpu_name()
+        record_start(self._history.parent, state.global_step, device, args.world_size)
         settings = self._history.with_name(SETTINGS_FILE)
         if not settings.exists():
-            found = training_settings(args, model, self._settings)
+            found = dict(self._settings)
+            if isinstance(model, PreTrainedModel | PeftModel) and (name := base_model(model).config.name_or_path):
+                found.setdefault("model_name_or_path", json_value(name))
+            if isinstance(model, PeftModel):
+                found["peft"] = {adapter: changed_settings(config) for adapter, config in model.peft_config.items()}
+            found |= changed_settings(args, DCGRPOConfig)
             write_text(settings, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero:
+        # An evaluation alone does not begin a run, so the files of an earlier run stay as they are.
+        if not state.is_world_process_zero or self._history is None:
             return
         row: dict[str, Any] = {"step": state.global_step}
         row |= {name: value for name, value in (logs or {}).items() if value is None or isinstance(value, int | float)}
-        if self._history is None:
-            # An evaluation alone does not begin a run, so the files of an earlier run stay where they are.
-            self._before_training.append(row)
-            return
         append_text(self._history, json.dumps(row) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
@@ -108,16 +90,3 @@ class HistoryCallback(TrainerCallback):
             plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
 
     on_train_end = on_save
-
-    def _write(self, rows: list[dict[str, Any]]) -> None:
-        assert self._history is not None
-        write_text(self._history, "".join(f"{json.dumps(row)}\n" for row in rows))
-
-
-def _keep_earlier_run(args: Any) -> None:
-    """Rename the files of another run where this one will write, and log a warning."""
-    names = [HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, FIGURE_FILE]
-    if isinstance(args, DCGRPOConfig) and args.exports_deployment:
-        names.append(DEPLOYMENT_FOLDER)
-    for file, kept in set_aside(Path(args.output_dir, name) for name in names).items():
-        logger.warning(f"{file} belongs to an earlier run and is kept as {kept.name}.")

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from ..config import DCGRPOConfig
-from ..files import lock_output, read_object, set_aside, write_bytes, written_beside
+from ..files import lock_output, read_object, set_aside, written_beside
 from ..hub.card import CARD_FILE, write_run_card
 from ..hub.push import HubClient, without_token
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import require_merged_form
 from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
 from ..resuming.checkpoints import on_main_process, resumable_checkpoint
-from ..resuming.interruption import BEGIN_AGAIN, RunInterrupted, resume_command, stop_if_asked
+from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line
 from .checkpoints import Checkpoints
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from ..quantization.checkpoint import CheckpointWriter
 
 logger = get_logger(__name__)
-
-# The callbacks that transformers accepts: instances, or classes that it instantiates.
-Callback: TypeAlias = TrainerCallback | type[TrainerCallback]
 
 
 class RunTrainer(SamplingTrainer):
@@ -53,7 +50,7 @@ class RunTrainer(SamplingTrainer):
         reward_funcs: Any,
         args: DCGRPOConfig,
         *,
-        callbacks: Sequence[Callback] | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         **kwargs: Any,
     ):
         # Set before TRL's constructor, which adds callbacks.
@@ -65,8 +62,6 @@ class RunTrainer(SamplingTrainer):
         super().__init__(model, reward_funcs, args, callbacks=callbacks, **kwargs)
         self.checkpoints = Checkpoints(self)
         self.exports_at_end = args.exports_deployment
-        # Deployments that may be replaced, because this trainer wrote them or resumes the run that did.
-        self._own_deployments: set[Path] = set()
         self._resumed_at: int | None = None  # step of the checkpoint from which the present training resumed
 
     def add_callback(self, callback):
@@ -86,10 +81,10 @@ class RunTrainer(SamplingTrainer):
         beginning if there is none. A run whose steps are all done is not trained further: its weights are loaded, what
         is still missing at its end (an evaluation, the deployment) is made, and the result is returned.
 
-        The directory is locked during training. If anything ends training early, such as an error of a reward function
-        or callback or Ctrl-C, the last step that ended is saved before the error is raised, with a note that says how
-        to resume. Nothing is saved while the optimizer is changing the weights; with several processes, a signal or a
-        lost server saves, and another error does not. A resumed run repeats an evaluation that was cut short.
+        The directory is locked during training. If an error of a reward function, callback or server or Ctrl-C ends
+        training early, the last step that ended is saved before the error is raised, with a note that says how to
+        resume. Nothing is saved while the optimizer is changing the weights; of several processes, a signal or a lost
+        server saves, and another error does not.
 
         Raises:
             ValueError: the checkpoint is incomplete, or `output_dir` is in use by another process or not writable.
@@ -100,53 +95,41 @@ class RunTrainer(SamplingTrainer):
         self.parts_clock.start()
         if self.micro_batches_done > 0:  # this object has trained before
             self.start_again()
-        self._resumed_at, eval_on_start = None, self.args.eval_on_start
+        self._resumed_at = None
         with ExitStack() as stack:
             stack.callback(self.parts_clock.stop)
-            checkpoint = on_main_process(lambda: self._open_output(stack, resume_from_checkpoint))
+
+            def open_output() -> str | None:
+                stack.enter_context(lock_output(self.args.output_dir))
+                return resumable_checkpoint(resume_from_checkpoint, self.args.output_dir)
+
+            checkpoint = on_main_process(open_output)
             if checkpoint is not None:
                 self._resumed_at = read_object(Path(checkpoint, TRAINER_STATE_FILE))["global_step"]
             self.checkpoints.begin_training()
             try:
                 return self._train_and_export(checkpoint, *args, **kwargs)
-            except ServerError as error:
-                way_back = f"{self.checkpoints.save_before_stopping()} once this is mended."
+            except ServerError as error:  # in all processes together
+                stops = [each for each in self.callback_handler.callbacks if isinstance(each, StopSignals)]
+                signum = max((stop.common_signal() for stop in stops), default=0)
+                way_back = self.checkpoints.save_after_failure(together=True)
+                if signum:  # which has ended the request
+                    raise RunInterrupted(signum, way_back) from error
                 raise ServerError(f"{error} {way_back}") from error
             except RunInterrupted as stop:
-                if self.state.global_step == 0 and self.checkpoints.saved_at is None:
-                    raise RunInterrupted(stop.signum, BEGIN_AGAIN) from stop
-                saved = self.checkpoints.save_before_stopping()
-                raise RunInterrupted(stop.signum, f"{saved}, or {resume_command(self.args.output_dir)}.") from stop
+                raise RunInterrupted(stop.signum, self.checkpoints.way_back()) from stop
             except BaseException as error:
-                if self.checkpoints.step_begun:
-                    saved = self.checkpoints.save_after_failure()
-                    error.add_note(f"{saved}, or {resume_command(self.args.output_dir)}.")
+                if self.state.global_step > 0:
+                    error.add_note(self.checkpoints.save_after_failure(together=False))
                 raise
-            finally:
-                self.args.eval_on_start = eval_on_start  # for the next training; see `Checkpoints.load`
-
-    def _open_output(self, stack: ExitStack, resume_from_checkpoint: Any) -> str | None:
-        """Lock the output directory, and return the checkpoint from which to resume."""
-        args = self.args
-        stack.enter_context(lock_output(args.output_dir))
-        return resumable_checkpoint(resume_from_checkpoint, args.output_dir)
 
     def _train_and_export(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
         self.exports_at_end = self.args.exports_deployment
-        folder = _deployment_in(self.args.output_dir)
-        if checkpoint is not None and Path(checkpoint).resolve().parent == folder.parent:
-            self._own_deployments.add(folder)
-        else:
-            self._own_deployments.discard(folder)
         if self.exports_at_end:
             on_main_process(self._require_exportable)
-        try:
-            output = super().train(checkpoint, *args, **kwargs)
-            if self.exports_at_end:
-                self._export(folder)
-        except ServerError:
-            stop_if_asked(self)  # a signal may have ended the request, and all processes reach this line
-            raise
+        output = super().train(checkpoint, *args, **kwargs)
+        if self.exports_at_end:
+            self._export(self.args.output_dir)
         return output
 
     @property
@@ -173,18 +156,7 @@ class RunTrainer(SamplingTrainer):
         if self.batches is not None:
             self.batches.start_again()
 
-    def evaluate(self, *args, **kwargs):
-        with self.checkpoints.evaluation(super().load_random_state):
-            return super().evaluate(*args, **kwargs)
-
     # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def next_micro_batch(self, generation_batch):
-        inputs = super().next_micro_batch(generation_batch)
-        # DeepSpeed changes the weights at the end of the last micro-batch's backward pass, without an event.
-        if self.is_deepspeed_enabled and self.model.training and self.accelerator.sync_gradients:
-            self.checkpoints.weights_move()
-        return inputs
 
     def end_step(self):
         self.checkpoints.end_step()
@@ -196,21 +168,11 @@ class RunTrainer(SamplingTrainer):
     def load_state(self, checkpoint):
         self.checkpoints.load(checkpoint)
 
-    def load_random_state(self, checkpoint):
-        self.checkpoints.load_random_state(checkpoint, super().load_random_state)
-
     def write_model(self, output_dir, state_dict):
-        card = Path(self.args.output_dir, CARD_FILE)
-        content = card.read_bytes() if card.is_file() else None
-        try:
-            # The arguments are pickled with the model: without a token.
-            with without_token(self.args), written_beside(Path(output_dir)) as beside:
-                super().write_model(str(beside), state_dict)
-        finally:  # PEFT writes into the card, or begins one, whenever it saves an adapter
-            if content is None:
-                card.unlink(missing_ok=True)
-            else:
-                write_bytes(card, content)
+        # The arguments are pickled with the model: without a token.
+        with without_token(self.args), written_beside(Path(output_dir)) as beside:
+            super().write_model(str(beside), state_dict)
+            (beside / CARD_FILE).unlink(missing_ok=True)  # PEFT's, in place of which a run has its own
 
     # --- the checkpoint that is served ------------------------------------------------------------------------------
 
@@ -248,24 +210,24 @@ class RunTrainer(SamplingTrainer):
         except ValueError as error:
             raise ValueError(f"{error} Or set export_run=False to train without an export.") from error
 
-    def _export(self, folder: Path) -> None:
-        """Write the deployable checkpoint, and rename a folder that this trainer did not write."""
+    def _export(self, directory: str | os.PathLike[str]) -> None:
+        """Write the deployable checkpoint into a directory; a user's folder of that name is renamed."""
+        folder = Path(directory).resolve() / DEPLOYMENT_FOLDER
         with self.parts_clock.part("saving"):
             if self.accelerator.is_main_process:
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                if folder not in self._own_deployments:
+                if not (folder / "config.json").is_file():
                     for kept in set_aside([folder]).values():
-                        logger.warning(f"{folder} belongs to another run and is kept as {kept.name}.")
+                        logger.warning(f"{folder} is no deployment and is kept as {kept.name}.")
             self.save_deployment(folder)
-            self._own_deployments.add(folder)
             logger.info(f"The policy is exported: {serve_line(folder)}")
 
     def save_model(self, output_dir=None, _internal_call=False):
         """Save the model as [`~transformers.Trainer.save_model`] does, and the deployable checkpoint beside it.
 
         The checkpoint is written to `deployment/` in the same directory if `export_run` and a served
-        `deployment_scheme` are set. A folder of that name that this trainer did not write is kept as `deployment.1/`
-        and so on. transformers' own calls for each `checkpoint-N` export nothing, because each would cost the disk
+        `deployment_scheme` are set. A folder of that name without a model is kept as `deployment.1/` and so on.
+        transformers' own calls for each `checkpoint-N` export nothing, because each would cost the disk
         space of a whole model; `DeploymentCheckpointCallback` exports them on request.
 
         Args:
@@ -274,12 +236,8 @@ class RunTrainer(SamplingTrainer):
         Raises:
             OSError: the file system refused; the previous contents are unharmed.
         """
-        args = self.args
-        folder = _deployment_in(args.output_dir if output_dir is None else output_dir)
-        # A user's call that pushes this deployment leaves it to the push to write it.
-        pushed = args.push_to_hub and args.hub_deployment != "none" and folder == _deployment_in(args.output_dir)
-        if args.exports_deployment and not _internal_call and not pushed:
-            self._export(folder)
+        if self.args.exports_deployment and not _internal_call:
+            self._export(self.args.output_dir if output_dir is None else output_dir)
         super().save_model(output_dir, _internal_call)
 
     # --- the Hub ----------------------------------------------------------------------------------------------------
@@ -324,9 +282,4 @@ class RunTrainer(SamplingTrainer):
 
 
 def _keeps_history(callback: Any) -> bool:
-    kind = callback if isinstance(callback, type) else type(callback)
-    return issubclass(kind, HistoryCallback)
-
-
-def _deployment_in(directory: str | os.PathLike[str]) -> Path:
-    return Path(directory).resolve() / DEPLOYMENT_FOLDER
+    return callback is HistoryCallback or isinstance(callback, HistoryCallback)  # transformers instantiates classes

@@ -148,33 +148,22 @@ class Sampler:
 
     def load(self, folder: str, state: dict[str, Any]) -> None:
         """Sample with the weights that `save` saved until new ones are due."""
-        self._load_weights(folder, state["weight_sync"])
+        weights = state["weight_sync"]
+        self._schedule = schedule = SyncSchedule(**weights["schedule"] | {"every": self._schedule.every})
+        if not schedule.due(self._trainer.state.global_step):
+            if weights["kept"] and weights["engine"] == self._engine_name:
+                self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
+                self._held = schedule.step
+            else:
+                schedule.step = None  # new weights are due
         if state["rollout_ahead"] is not None:
             self._load_ahead(folder, state["rollout_ahead"])
-
-    def _load_weights(self, folder: str, state: dict[str, Any]) -> None:
-        self._schedule = SyncSchedule(**state["schedule"] | {"every": self._schedule.every})
-        if self._schedule.due(self._trainer.state.global_step):
-            return
-        if state["kept"] and state["engine"] == self._engine_name:
-            self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
-            self._held = self._schedule.step
-        else:
-            self._schedule.step = None  # new weights are due
 
     def _load_ahead(self, folder: str, state: dict[str, Any]) -> None:
         logger.warning(
             f"{folder} holds a generation batch that was sampled ahead by {state['engine']!r} with "
             "rollout_overlap=True, which this run does not use: it is discarded, and a new one is sampled."
         )
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of sampling between two optimizer steps."""
-        return {"schedule": asdict(self._schedule)}
-
-    def return_to(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state` returned, so that it can be saved after a later step has failed."""
-        self._schedule = SyncSchedule(**state["schedule"] | {"every": self._schedule.every})
 
     def start_again(self) -> None:
         """Forget an earlier training of the same trainer; the engine holds weights of that training."""
@@ -304,14 +293,6 @@ class OverlappedSampler(Sampler):
             return
         self._ahead_of = state["weights_of_step"]
         self._engine.load_ahead(Path(folder, AHEAD_FILE))
-
-    def state(self):
-        return super().state() | {"ahead_of": self._ahead_of, "ahead": self._engine.ahead}
-
-    def return_to(self, state):
-        super().return_to(state)
-        self._engine.drop()
-        self._ahead_of, self._engine.ahead = state["ahead_of"], state["ahead"]
 
     def start_again(self):
         super().start_again()

@@ -1,8 +1,7 @@
 """`SamplingTrainer`: TRL's GRPO trainer whose policy is sampled, and scored, as it is deployed.
 
 It holds what takes the place of TRL's parts: the engine that samples (`Sampler`), the micro-batches
-(`LengthAwareBatches`), the replay of the engine's experts (`Replay`), and the checks of its arguments (`Gate`). What
-is switched off is None.
+(`LengthAwareBatches`), and the replay of the engine's experts (`Replay`). What is switched off is None.
 """
 
 from __future__ import annotations
@@ -14,22 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import DistributedType
-from torch import Tensor
+from accelerate.logging import get_logger
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
-from transformers import GenerationConfig
+from transformers import GenerationConfig, ProcessorMixin
 
 from ..config import DCGRPOConfig
+from ..gate import Limits, limits_of, require_startable, require_trainable, warn_of_rounding
 from ..quantization.policy import base_model, unwrapped
 from ..quantization.tensors import deployed_tensors
 from ..rollouts.buffer import fill_empty, sampled_only
 from ..rollouts.padding_free import PaddingFree, prepared
 from ..rollouts.truncation import NO_CHOICES, Choices, Kept, KeptHead, Named, padded_logps, reported_logps
-from ..settings.reward_functions import RewardFunction, call_reward
+from ..settings.distribution import sharding_of
+from ..settings.paths import shipped
+from ..settings.pretrained import load_config
+from ..settings.reward_functions import LARGEST, RewardFunction, call_reward, checked_reward
 from ..trl_hooks import Completions, HookedTrainer
 from .batching import LengthAwareBatches, Scored
-from .engines import build_replica, build_vllm, complete_generation_config, require_one_turn
-from .gate import Gate
+from .engines import build_replica, build_vllm, complete_generation_config, require_servers
 from .sampler import OverlappedSampler, Sampler
 
 
@@ -39,7 +42,13 @@ if TYPE_CHECKING:
     from ..rollouts.replica import Replica
     from .replay import Replay
 
-_COLUMNS_OF_TRL = ("prompt", "completion", "completion_ids")  # TRL passes them itself, or not at all
+logger = get_logger(__name__)
+
+# Arguments that are checked before a model is loaded.
+_CHECKED = (
+    *("train_dataset", "eval_dataset", "processing_class", "peft_config", "quantization_config", "rollout_func"),
+    "environment_factory",
+)
 
 
 class SamplingTrainer(HookedTrainer):
@@ -59,24 +68,36 @@ class SamplingTrainer(HookedTrainer):
     """
 
     def __init__(self, model: Any, reward_funcs: Any, args: DCGRPOConfig, **kwargs: Any):
-        if args.rollout_overlap:
-            require_one_turn(kwargs)
-        self._gate = Gate(model, reward_funcs, args, kwargs)
+        for name in ("tools", "environment_factory", "rollout_func"):
+            if args.rollout_overlap and kwargs.get(name):
+                raise ValueError(
+                    f"rollout_overlap=True samples a generation batch by one request ahead of training, and {name} "
+                    f"asks the engine turn by turn: leave {name} out, or set rollout_overlap=False."
+                )
+        model = shipped(model) if isinstance(model, str) else model
+        checked: dict[str, Any] = {name: kwargs.get(name) for name in _CHECKED}
+        prompts = require_startable(model=model, reward_funcs=reward_funcs, args=args, **checked)
+        if args.use_vllm and args.vllm_mode == "server":
+            revision, trust = (args.model_init_kwargs or {}).get("revision", "main"), args.trust_remote_code
+            by_name = isinstance(model, str)
+            config = load_config(model, revision=revision, trust_remote_code=trust) if by_name else model.config
+            require_servers(args, config)
         # Set before TRL's constructor, which may already call hooks of this class.
         self.replica: Replica | None = None
         self.deployed_forward: DeployedForward | None = None
         self.padding_free: PaddingFree | None = None
         self.batches: LengthAwareBatches | None = None
         self.replay: Replay | None = None
+        self._limits: Limits | None = None  # what the policy can read, once it is loaded
         # Choices of the engine for the completions that TRL's methods score: none of them passes them on.
         self._choices = NO_CHOICES
         # TRL would build an engine without a deployment scheme. Ours is built below, when the rest exists.
         use_vllm, args.use_vllm = args.use_vllm, False
         try:
-            super().__init__(self._gate.model, reward_funcs, args, **kwargs)
+            super().__init__(model, reward_funcs, args, **kwargs)
         finally:
             args.use_vllm = use_vllm
-        self._gate.require_fit(self)
+        self._require_fit(prompts)
         if args.padding_free:
             self.padding_free = prepared(self.scored_models(), self.accelerator)
         self.truncates = bool(args.truncations)
@@ -92,6 +113,29 @@ class SamplingTrainer(HookedTrainer):
         if args.length_aware_batches:
             self.batches = LengthAwareBatches(self)
 
+    def _require_fit(self, prompts: list) -> None:
+        """Refuse a loaded policy that would not learn, or does not fit tokenizer and prompts; check each reward."""
+        args = self.args
+        require_trainable(self.model)
+        # DeepSpeed and FSDP keep weights in float32 beside those that compute.
+        if self.optimizer is None and sharding_of(args).kind is None:
+            warn_of_rounding(self.model, str(args.optim), args.learning_rate)
+        if not isinstance(self.processing_class, ProcessorMixin):  # images become tokens that are not in the text
+            context = args.vllm_max_model_length if args.use_vllm else None
+            policy, tokenizer = base_model(self.model), self.text_tokenizer
+            self._limits = limits_of(policy, tokenizer, self.max_completion_length, context)
+            if self.rollout_func is None and self.environment_factories is None:  # they make tokens or prompts
+                self._limits.warn(self.tokenize(prompts)[0])
+        self.reward_funcs = [
+            function if isinstance(function, nn.Module) else checked_reward(function, name)
+            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
+        if not self.reward_weights.any():
+            logger.warning(
+                f"reward_weights={self.reward_weights.tolist()}: all advantages will be 0, so nothing is learned. "
+                "Give at least one reward another weight."
+            )
+
     def _build_sampler(self, use_vllm: bool) -> Sampler:
         if use_vllm:
             self.use_vllm = True
@@ -105,22 +149,10 @@ class SamplingTrainer(HookedTrainer):
         return Sampler(self, self.replica)
 
     def build_deployed_forward(self, scheme: str) -> DeployedForward:
-        """Return the policy's deployed forward, inactive.
-
-        Raises:
-            ValueError: parameters are sharded in a way that never gathers them whole.
-        """
+        """Return the policy's deployed forward, inactive, which follows the optimizer's steps."""
         from ..quantization.deployed_forward import DeployedForward
 
-        sharding = self.accelerator.distributed_type
-        if sharding == DistributedType.DEEPSPEED or (
-            sharding == DistributedType.FSDP and not self.accelerator.is_fsdp2
-        ):
-            raise ValueError(
-                "train_through_quantization and a split discrepancy read whole parameters, "
-                f"which {sharding.value} does not give: launch with FSDP2 (fsdp_version: 2) or without sharding."
-            )
-        if sharding == DistributedType.FSDP:
+        if self.accelerator.distributed_type == DistributedType.FSDP:
             # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
         return DeployedForward(self.model, scheme)
@@ -201,11 +233,31 @@ class SamplingTrainer(HookedTrainer):
         self._choices = Choices(kept, routes, among, named)
         return sampled_only(completion_ids, tool_mask), logprobs
 
-    def tokenize(self, prompts, named=None):
-        return self._gate.tokenize(super().tokenize, self.processing_class, prompts, named)
+    def tokenize(self, prompts):
+        tokenized = super().tokenize(prompts)
+        if self._limits is not None:
+            self._limits.require(tokenized[0], prompts)
+        return tokenized
 
     def take_rewards(self, rewards):
-        self._gate.require_finite_rewards(self, rewards)
+        """Refuse rewards of models, and weighted sums, that are not finite; functions are checked when they return.
+
+        Args:
+            rewards: shape (N, functions), NaN where there is none.
+
+        Raises:
+            ValueError: one is not finite.
+        """
+        of_models = torch.tensor([isinstance(function, nn.Module) for function in self.reward_funcs])
+        total = total_rewards(rewards, self.reward_weights)
+        wrong = ~rewards[:, of_models].isfinite().all(1) | (total.abs() > LARGEST)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            given = dict(zip(self.reward_func_names, rewards[row].tolist(), strict=True))
+            raise ValueError(
+                f"The rewards of completion {row}, {given} with reward_weights={self.reward_weights.tolist()}, or "
+                f"their sum, are not finite and at most {LARGEST:g}: advantages would be 0, infinite or NaN."
+            )
 
     # --- forward and loss -------------------------------------------------------------------------------------------
 
@@ -358,19 +410,20 @@ class SamplingTrainer(HookedTrainer):
         prompts = [row["prompt"] for row in rows]
         completions, completion_ids = self._complete(prompts)
         if reward is not None:
-            columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _COLUMNS_OF_TRL}
+            passed_by_trl = ("prompt", "completion", "completion_ids")  # or not at all
+            columns = {name: [row[name] for row in rows] for name in rows[0] if name not in passed_by_trl}
             return call_reward(
                 reward,
                 prompts=prompts,
                 completions=completions,
                 completion_ids=completion_ids,
                 trainer_state=self.state,
-                log_extra=_no_log,
-                log_metric=_no_log,
+                log_extra=lambda *args: None,
+                log_metric=lambda *args: None,
                 **columns,
             )
         per_function = self.score_unrecorded(rows, prompts, completions, completion_ids)
-        self._gate.require_finite_rewards(self, per_function)
+        SamplingTrainer.take_rewards(self, per_function)
         totals = total_rewards(per_function, self.reward_weights).view(self.accelerator.num_processes, -1)
         local = totals[self.accelerator.process_index].tolist()
         return [None if math.isnan(value) else value for value in local]
@@ -394,7 +447,3 @@ def total_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
     """
     total = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(-1)
     return total.masked_fill(rewards_per_func.isnan().all(-1), torch.nan)
-
-
-def _no_log(*args: Any) -> None:
-    """Ignore reward logs outside rollouts."""

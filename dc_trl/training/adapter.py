@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from trl import ModelConfig
 
 from ..settings.fields import setting
-from ..settings.paths import is_path, shipped
+from ..settings.paths import shipped
 
 
 _FIELD = "adapter_name_or_path"
@@ -39,7 +39,7 @@ def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | 
         The configuration of the adapter; None if the run starts without one.
 
     Raises:
-        ValueError: there is no such adapter, or `model` names another base.
+        ValueError: there is no such adapter.
     """
     name = arguments.adapter_name_or_path
     if name is None:
@@ -54,16 +54,10 @@ def adapter_of(arguments: AdapterArguments, model: ModelConfig) -> PeftConfig | 
         raise ValueError(
             f"{_FIELD}={name!r} has no adapter_model.safetensors: save the adapter again, as safetensors."
         )
-    base = shipped(config.base_model_name_or_path or "")
     if model.model_name_or_path is None:
-        model.model_name_or_path = base
+        model.model_name_or_path = shipped(config.base_model_name_or_path or "")
         if config.revision is not None and model.model_revision == "main":
             model.model_revision = config.revision
-    elif base and _differ(base, model.model_name_or_path):
-        raise ValueError(
-            f"model_name_or_path={model.model_name_or_path!r} is not what {_FIELD}={name!r} was trained on, which is "
-            f"{base!r}: leave model_name_or_path out."
-        )
     return config
 
 
@@ -76,21 +70,13 @@ def load_adapted(base: PreTrainedModel, base_name: str, name: str) -> PeftModel:
     name = os.path.expanduser(name)
     try:
         model = PeftModel.from_pretrained(base, name, is_trainable=True)
-        # PEFT ignores tensors that the adapter or the model has no counterpart of.
+        # PEFT only warns of tensors that the adapter or the model has no counterpart of.
         saved, wanted = load_peft_weights(name, device="cpu").keys(), get_peft_model_state_dict(model).keys()
-        if saved == wanted:
-            return model
-        reason = f"{min(saved ^ wanted)!r} is in one of the two alone, and {len(saved ^ wanted)} tensors in all"
+        if saved != wanted:
+            raise ValueError(f"{min(saved ^ wanted)!r} is in one of the two alone")
     except (RuntimeError, ValueError, KeyError, SafetensorError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if "mismatch" in line), str(error))
-    raise ValueError(
-        f"{_FIELD}={name!r} does not fit model_name_or_path={base_name!r} ({reason}): give the base of the adapter."
-    )
-
-
-def _differ(base: str, given: str) -> bool:
-    """Return whether two names certainly mean two models: a directory may be a copy of a Hub model, or have moved."""
-    first, second = Path(base).expanduser(), Path(given).expanduser()
-    if first.is_dir() and second.is_dir():
-        return not first.samefile(second)
-    return not (first.is_dir() or second.is_dir() or is_path(base)) and base != given
+        raise ValueError(
+            f"{_FIELD}={name!r} does not fit model_name_or_path={base_name!r} ({reason}): give the adapter's base."
+        ) from error
+    return model

@@ -11,7 +11,7 @@ from ..callbacks.benchmarks import BenchmarkCallback
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..config import DCGRPOConfig
 from ..evaluation import Benchmark
-from ..gate.start import require_startable
+from ..gate import require_startable
 from ..grading.rewards import get_reward
 from ..records.settings import changed_settings
 from ..resuming.checkpoints import on_main_process
@@ -19,14 +19,12 @@ from ..settings.fields import ranges_of
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
 from ..trainer import DCGRPOTrainer
+from ..trainers.engines import require_servers
 from ..trainers.history import HistoryCallback
-from ..trainers.required_servers import require_servers
 from .adapter import AdapterArguments, adapter_of, load_adapted
-from .arguments import RunArguments
+from .arguments import RunArguments, add_callbacks, require_servable, start_server
 from .output import open_output
-from .own_server import require_servable, start_server
 from .problems import load_data
-from .watch import add_callbacks
 
 
 def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrainer, CollapseAlarmCallback | None]:
@@ -65,12 +63,6 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     with PartialState().local_main_process_first():  # only one process of a machine downloads
         samples, limit = data.eval_benchmark_samples, data.eval_benchmark_limit
         benchmarks = [Benchmark.load(word, samples=samples, limit=limit) for word in data.eval_benchmarks]
-    generations = args.num_generations_eval or args.num_generations
-    if eval_dataset is not None and args.per_device_eval_batch_size * args.world_size % generations:
-        raise ValueError(
-            f"per_device_eval_batch_size={args.per_device_eval_batch_size} in {args.world_size} process(es) is not a "
-            f"multiple of num_generations_eval={generations}: set num_generations_eval=1, or a multiple of it."
-        )
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,

@@ -6,17 +6,10 @@ from pathlib import Path
 from ..config import DCGRPOConfig
 from ..files import lock_output
 from ..hub.push import HubClient
-from ..records.runs import (
-    BASELINE_FILE,
-    DEPLOYMENT_FOLDER,
-    HISTORY_FILE,
-    SUMMARY_FILE,
-    read_history,
-)
+from ..records.runs import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
 from ..resuming.checkpoints import checkpoints, resumable_checkpoint
 
 
-# The weights that a finished run leaves.
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 # Files and folders that mark an output directory as one with a run.
 _RUN_FILES = (HISTORY_FILE, BASELINE_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *_WEIGHTS, "checkpoint-*")

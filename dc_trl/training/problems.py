@@ -14,9 +14,8 @@ from ..data.arithmetic import arithmetic_dataset
 from ..data.benchmarks import PUBLISHED, load_benchmark
 from ..data.cleaning import clean
 from ..data.dapo import load_dapo
-from ..data.prompts import Prompt, describe_counts, load_prompts, load_rows, make_prompt, prompt_length
+from ..data.prompts import Prompt, describe_counts, load_prompts, load_rows, make_prompt
 from ..data.templates import BOXED_INSTRUCTION
-from ..evaluation import Benchmark
 from ..grading.rewards import REWARDS
 from ..settings.contradictions import require_effect
 from ..settings.fields import require_fields, setting
@@ -115,33 +114,16 @@ def load_data(
     return train, parts["test"], f"{line}; {len(parts['test'])} held out"
 
 
-def draw_prompts(
-    data: DataArguments, tokenizer: PreTrainedTokenizerBase, count: int, seed: int, benchmark: str | None = None
-) -> list[Prompt]:
-    """Draw prompts at random from a data set (by default the built-in arithmetic), or from a benchmark.
+def draw_prompts(data: DataArguments, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[Prompt]:
+    """Draw prompts at random from a data set, by default the built-in arithmetic; their answers may be anything.
 
     Args:
-        data, tokenizer: settings of the data, and the model's tokenizer; rows need no answer.
+        data, tokenizer: settings of the data, and the model's tokenizer.
         count: number of prompts; if there are fewer, a line says so and all are returned.
         seed: seed of the draw and of the arithmetic problems.
-        benchmark: "NAME" or "NAME=FILE", used in place of the data set.
     """
-    if benchmark is not None:
-        source = Benchmark.load(benchmark)
-        every = [make_prompt(problem, tokenizer, source.instruction) for problem in source.rows["problem"]]
-        if data.max_prompt_length is not None:
-            every = [prompt for prompt in every if prompt_length(prompt, tokenizer) <= data.max_prompt_length]
-    elif data.dataset_name in (None, "arithmetic", "dapo"):
-        named = replace(data, dataset_name=data.dataset_name or "arithmetic")
-        every = load_data(named, tokenizer, seed, count)[0]["prompt"][:]
-    else:
-        rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)
-        if data.answer_column.split(".")[0] not in rows.column_names:
-            # Nothing is graded here, so a file with only prompts is enough.
-            rows = rows.add_column(data.answer_column, ["0"] * len(rows))
-        columns = (data.prompt_column, data.answer_column)
-        kept, _ = load_prompts(rows, tokenizer, *columns, data.instruction, data.max_prompt_length, graded=False)
-        every = kept["prompt"][:]
+    ungraded = replace(data, dataset_name=data.dataset_name or "arithmetic", rewards=[])
+    every = load_data(ungraded, tokenizer, seed, count)[0]["prompt"][:]
     if len(every) < count:
         print(f"prompts={count}: there are {len(every)}, and all of them are taken", flush=True)
     return random.Random(seed).sample(every, min(count, len(every)))

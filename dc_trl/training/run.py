@@ -3,7 +3,6 @@
 import shlex
 import sys
 import time
-import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
@@ -12,9 +11,8 @@ from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.summary import BeforeAndAfter, summarize
 from ..data.dapo import DAPO
 from ..hub.push import HubError
-from ..records.runs import BASELINE_FILE, HISTORY_FILE, SETTINGS_FILE, run_ended
-from ..records.started import STARTS_FILE
-from ..resuming.checkpoints import checkpoints, on_main_process
+from ..records.runs import run_ended
+from ..resuming.checkpoints import on_main_process
 from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
 from ..trainer import DCGRPOTrainer
@@ -47,8 +45,6 @@ def run(
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     except (ServerError, RunInterrupted) as error:
         return _end_early(trainer, error, stack)
-    except Exception as error:
-        return _fail(error, stack)
     folder, step = Path(trainer.args.output_dir), trainer.state.global_step
     # The run had ended, and left the files of its end, before it was resumed.
     if trainer.resumed_at_end and on_main_process(lambda: run_ended(folder, step) and holds_weights(folder)):
@@ -69,24 +65,10 @@ def run(
     return failure
 
 
-def _fail(error: Exception, stack: ExitStack) -> Outcome:
-    """End the run's own server and this process; the launcher ends processes that still train."""
-    way_back = " ".join(error.__notes__) if hasattr(error, "__notes__") else ""
-    if not isinstance(error, OSError):  # an OSError is not a fault of a program
-        traceback.print_exception(error)
-    stack.close()
-    text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    return f"error: {' '.join(text.split())} {way_back}".rstrip()
-
-
 def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stack: ExitStack) -> Outcome:
     """End the run's own server and its processes together."""
     if isinstance(error, RunInterrupted):  # printed at once, since the sender of the signal may soon kill the process
         trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
-        began = trainer.state.global_step > 0 or checkpoints(trainer.args.output_dir)
-        if not began and trainer.accelerator.is_main_process:  # the same command is to start again
-            for name in (HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, BASELINE_FILE):
-                Path(trainer.args.output_dir, name).unlink(missing_ok=True)
     stack.close()
     # If one process of several fails, the launcher ends the others, and the server may still run.
     trainer.accelerator.wait_for_everyone()

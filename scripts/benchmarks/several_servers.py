@@ -25,7 +25,7 @@ from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.tables import print_table
 from dc_trl.serving.client import Weights
-from dc_trl.serving.connection import Deadline, Patience
+from dc_trl.serving.connection import Patience
 from dc_trl.serving.pool import ServerPool
 from dc_trl.serving.server import VLLMServer
 from dc_trl.settings.command_line import OptionParser
@@ -123,7 +123,6 @@ def main() -> None:
             fits=lambda client: None,  # the servers are our own
             start_timeout=60.0,
             patience=Patience(max_retries=3),
-            deadline=Deadline(600.0),
         )
         pool.load(Weights("several-servers-1", folder / "checkpoint"))
         table = Table(args, prompts, pool)

@@ -5,7 +5,7 @@
 Each seed trains the tiny model by GRPO for `--steps` optimizer steps. Then a small step is taken along each direction
 alone, with the second moments of the run's own optimizer. What changes is computed over the whole vocabulary, on
 contexts that the gradient has not seen, and divided by how far the step moves the policy: forms whose λ have different
-units can then be compared. docs/study.md has the tables.
+units can then be compared. RESULTS.md has the table.
 """
 
 import tempfile

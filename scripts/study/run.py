@@ -1,4 +1,4 @@
-"""Runs the study of docs/study.md, or a part of it: every cell with every seed, then the tables and figures.
+"""Runs the study of scripts/study/RESULTS.md, or a part of it: every cell with every seed, then tables and figures.
 
     make study                                             all sweeps, days on two cores
     make study ARGS="--only headline --seeds 0"            the outline of one: a quarter of an hour

@@ -1,4 +1,4 @@
-"""Makes the tables and figures of docs/study.md from raw lines; no run is made.
+"""Makes the tables and figures of scripts/study/RESULTS.md from raw lines; no run is made.
 
 python scripts/study/show.py docs/study.jsonl                      all of them, into build/study
 python scripts/study/show.py runs/study/lines.jsonl --only lag     what `make study` has made so far of one sweep

@@ -1,0 +1,81 @@
+"""Metrics of the mismatch in a run of TRL's own trainer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from ..constraint.settings import ConstraintSettings
+from ..constraint.statistics import BatchStatistics, batch_metrics
+from ..rollouts.neutral_sampling import TRUNCATIONS, truncations
+from ..sampled_tokens import SampledTokens
+from ..trl_hooks import add_metrics, generation_batch_of
+
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+
+class MismatchCallback(TrainerCallback):
+    """Logs the mismatch between the two engines of a [`~trl.GRPOTrainer`], under the names of [`DCGRPOTrainer`].
+
+    It reads the log-probabilities that TRL has computed, runs no forward of its own and changes nothing. Each
+    generation batch gives one value of `discrepancy/mean`, `discrepancy/k3_kl` and so on (docs/metrics.md), which TRL
+    logs with its own metrics. The batch is measured at the weights that it was scored with, over all processes.
+
+    TRL has both log-probabilities where vLLM samples and `vllm_importance_sampling_correction` is on, its default.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): trainer whose rollouts are measured.
+
+    Raises:
+        ValueError: the first generation batch lacks the log-probabilities of one of the engines.
+
+    Example:
+
+    ```python
+    from dc_trl import MismatchCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward, args=GRPOConfig("out", use_vllm=True), train_dataset=dataset)
+    trainer.add_callback(MismatchCallback(trainer))
+    trainer.train()
+    ```
+    """
+
+    def __init__(self, trainer: GRPOTrainer):
+        self._trainer = trainer
+        self._statistics = BatchStatistics(ConstraintSettings())
+        self._measured: Any = None  # the generation batch that was measured last
+        sampling = {name: getattr(trainer.args, name) for name in TRUNCATIONS} | (trainer.args.generation_kwargs or {})
+        self._truncated = bool(truncations(sampling))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        batch = generation_batch_of(self._trainer)
+        if batch is self._measured:
+            return  # several optimizer steps use one generation batch
+        self._measured = batch
+        for micro_batch in batch:
+            self._statistics.add(_tokens_of(micro_batch))
+        report = self._statistics.reduce(self._trainer.accelerator.gather)
+        if report is not None and report.tokens:
+            add_metrics(self._trainer, batch_metrics(report, None, self._truncated))
+
+
+def _tokens_of(batch: dict[str, Any]) -> SampledTokens:
+    train, infer = batch.get("old_per_token_logps"), batch.get("sampling_per_token_logps")
+    if infer is None:
+        raise ValueError(
+            "the rollouts have no log-probabilities of the sampled tokens, as those of model.generate: set "
+            "use_vllm=True, return `logprobs` from rollout_func, or use DCGRPOTrainer, whose replica has them."
+        )
+    if train is None:
+        raise ValueError(
+            "TRL has not scored the rollouts with the policy: it does with use_vllm=True and "
+            "vllm_importance_sampling_correction=True, its default. DCGRPOTrainer reads the loss's own forward."
+        )
+    mask = batch["completion_mask"]
+    if "tool_mask" in batch:
+        mask = mask * batch["tool_mask"]
+    return SampledTokens.of(train, infer, mask, batch["advantages"])

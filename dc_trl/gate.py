@@ -1,0 +1,338 @@
+"""Checks before the first step, so that no run trains nothing or fails in the middle of its work.
+
+The trainers' constructors make these checks, and `dc-trl train` makes the first of them before it starts a server, so
+that Python and the command refuse with the same messages. `settings.reward_functions` checks the results of reward
+functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import GRPOConfig
+
+from .config import DCGRPOConfig
+from .quantization.policy import base_model
+from .settings.distribution import sharding_of
+from .settings.paths import require_model_path
+from .settings.pretrained import load_config
+from .settings.reward_functions import excerpt, require_callable, reward_name
+
+
+logger = get_logger(__name__)
+
+_LOOKED_AT = 256  # rows of a data set, from the first on; the others are looked at when they come
+_SAMPLED = 4096  # weights of a tensor that show whether a step of the learning rate changes it
+
+
+# --- before a model is loaded ---------------------------------------------------------------------------------------
+
+
+def require_startable(
+    *,
+    model: Any,
+    reward_funcs: Any,
+    args: Any,
+    train_dataset: Any,
+    eval_dataset: Any = None,
+    processing_class: Any = None,
+    peft_config: Any = None,
+    quantization_config: Any = None,
+    rollout_func: Any = None,
+    environment_factory: Any = None,
+    reward_elsewhere: bool = False,
+    field: str = "model",
+) -> list[Any]:
+    """Refuse arguments of a trainer with which no step could be made, or no step would learn.
+
+    Args:
+        model, reward_funcs, args, train_dataset, eval_dataset, processing_class, peft_config, quantization_config,
+            rollout_func, environment_factory: arguments of the trainer.
+        reward_elsewhere: whether something else gives the rewards, such as an asynchronous rollout worker.
+        field: name of the option that gives the model.
+
+    Returns:
+        The first prompts of the data sets; none where an environment gives them.
+
+    Raises:
+        TypeError, ValueError: an argument is refused; the message names it, its value and the remedy.
+    """
+    load = args.model_init_kwargs or {}
+    quantization = quantization_config or load.get("quantization_config")
+    options = {name: load[name] for name in ("revision", "trust_remote_code") if name in load}
+    options = {"trust_remote_code": args.trust_remote_code, **options}
+    _require_policy(model, peft_config is not None, quantization, field, options)
+    if isinstance(processing_class, PreTrainedTokenizerBase):
+        _require_end(processing_class)
+    functions = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    if not functions and environment_factory is None and not reward_elsewhere:
+        raise ValueError(
+            "reward_funcs is not given: pass a function, a reward model, or an environment_factory whose environment "
+            "has a get_reward."
+        )
+    data_sets = {} if train_dataset is None else {"train_dataset": train_dataset}
+    if isinstance(eval_dataset, dict):
+        data_sets |= {f"eval_dataset[{name!r}]": rows for name, rows in eval_dataset.items()}
+    elif eval_dataset is not None:
+        data_sets["eval_dataset"] = eval_dataset
+    prompts = []
+    for name, rows in data_sets.items():
+        of_rows, columns = _look_at(name, rows, args, environment_factory is not None)
+        prompts += of_rows
+        for function in functions:
+            if isinstance(function, str):
+                require_model_path(function, "reward_funcs")
+            elif not isinstance(function, nn.Module):
+                named, extra = f"reward_funcs: {reward_name(function)!r}", ["environments"] * bool(environment_factory)
+                require_callable(named, function, columns, extra, more=rollout_func is not None)
+    return prompts
+
+
+def _require_policy(model: Any, adapter: bool, quantization: Any, field: str, options: dict[str, Any]) -> None:
+    """Refuse a policy that does not exist, is an adapter's folder, or is quantized."""
+    if isinstance(model, str):
+        config, named = load_config(model, field, **options), f"{field}={model!r}"
+    elif isinstance(model, PreTrainedModel | PeftModel):
+        base = base_model(model)
+        config, named = base.config, f"{field}, a {type(base).__name__},"
+        adapter = adapter or isinstance(model, PeftModel)
+    else:
+        return  # for example a compiled model
+    quantization = quantization or config.to_dict().get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        quantization = vars(quantization)  # its to_dict omits dequantize
+    method = quantization.get("quant_method")  # a string or an enumeration member
+    if not quantization or quantization.get("dequantize") or (method == "bitsandbytes" and adapter):
+        return
+    raise ValueError(
+        f"{named} is quantized ({getattr(method, 'value', method)}), like a run's deployment/, and its weights cannot "
+        "be trained: give the model from which it was made (deployment_scheme quantizes the sampler), or train an "
+        "adapter beside weights of bitsandbytes (peft_config, use_peft=true)."
+    )
+
+
+def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[list[Any], list[str]]:
+    """Return the first prompts of a data set and its columns; refuse too few rows, and rows without a prompt."""
+    if not isinstance(data_set, Dataset | IterableDataset):
+        raise TypeError(
+            f"{name} is a {type(data_set).__name__}: pass a data set, for example one split, or "
+            "datasets.Dataset.from_list(rows)."
+        )
+    needed, why = 1, "there is nothing to train on or to evaluate"
+    if name == "train_dataset" and isinstance(args, GRPOConfig):
+        size, generations = args.generation_batch_size, args.num_generations
+        needed = size // generations
+        why = (
+            f"a generation batch takes {needed} (generation_batch_size={size} completions, "
+            f"num_generations={generations} of each), so no step would be made: give more rows, or lower "
+            "per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation, or raise "
+            "num_generations"
+        )
+    if isinstance(data_set, IterableDataset):  # which yields them again later
+        rows = list(data_set.take(needed))
+    else:
+        rows = [data_set[number] for number in range(min(len(data_set), max(needed, _LOOKED_AT)))]
+    if len(rows) < needed:
+        raise ValueError(f"{name} has {len(rows)} rows, and {why}.")
+    columns = list(rows[0])
+    if "prompt" not in columns:
+        if environments:
+            return [], columns
+        raise ValueError(
+            f"{name} has the columns {', '.join(map(repr, columns))} and none called 'prompt': rename yours, for "
+            f"example {name}.rename_column({columns[0]!r}, 'prompt')."
+        )
+    text = isinstance(rows[0]["prompt"], str)
+    for number, row in enumerate(rows):
+        if not row["prompt"] or not isinstance(row["prompt"], str if text else list):
+            raise ValueError(
+                f"{name}: row {number} has prompt={excerpt(row['prompt'])}: the prompts are all text, or all of them "
+                "lists of messages, each with a role and a content. Leave out such rows, for example with filter."
+            )
+    return [row["prompt"] for row in rows], columns
+
+
+def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
+    """Refuse settings for which the engines cannot be compared, or the policy not be copied, with these rollouts.
+
+    Args:
+        args: settings of the run.
+        own_rollouts: whether a `rollout_func` samples.
+
+    Raises:
+        ValueError: names the setting, its value and the remedy.
+    """
+    scheme, needy, sharding = args.deployment_scheme, args.compared_by, sharding_of(args)
+    has_replica = scheme is not None and not args.use_vllm
+    if own_rollouts and (args.routing_replay or has_replica):
+        setting = "routing_replay=True" if args.routing_replay else f"deployment_scheme={scheme!r} without use_vllm"
+        raise ValueError(f"{setting} needs an engine of its own, and contradicts rollout_func: omit one of them.")
+    whole = sharding.kind is None or sharding.is_fsdp2
+    for setting, applies, works in (
+        (f"deployment_scheme={scheme!r} without use_vllm", has_replica, whole or not sharding.divides_parameters),
+        ("train_through_quantization=True", args.train_through_quantization, whole),
+        (f"{args.split_setting}", args.split_by is not None, whole),
+        ("top_p, top_k or min_p", bool(args.truncations), sharding.kind != "DEEPSPEED" or sharding.level < 3),
+        ("score_centering=True", args.score_centering, sharding.kind is None),
+    ):
+        if applies and not works:
+            raise ValueError(
+                f"{setting} reads whole parameters, which {sharding} divides: leave it out, or launch without "
+                "sharding (DDP) or, unless for score_centering, with FSDP2 (fsdp_version: 2)."
+            )
+    if needy is not None and not args.use_vllm and scheme is None and not own_rollouts:
+        raise ValueError(
+            f"{needy}={getattr(args, needy)!r} needs the rollouts' log-probabilities, and model.generate returns "
+            "none: set deployment_scheme (for example 'fp8') to sample from an in-process replica, use_vllm=True, "
+            f"or {args.without_comparison}."
+        )
+
+
+# --- the loaded policy ----------------------------------------------------------------------------------------------
+
+
+def require_trainable(policy: nn.Module) -> None:
+    """Refuse an unwrapped policy without a trainable parameter.
+
+    Raises:
+        ValueError: no parameter is trainable.
+    """
+    if not any(weight.requires_grad for weight in policy.parameters()):
+        raise ValueError(
+            "model has no trainable parameter (requires_grad is False for all of them): call "
+            "model.requires_grad_(True), pass a peft_config to train an adapter, or load one with "
+            "PeftModel.from_pretrained(…, is_trainable=True)."
+        )
+
+
+def warn_of_rounding(policy: nn.Module, optimizer: str, learning_rate: float) -> None:
+    """Warn of 16-bit weights that a step of the learning rate does not change.
+
+    Adam moves a weight by about the learning rate, whatever its gradient. If that is less than half the distance to
+    the next representable number, the sum rounds back to the weight.
+
+    Args:
+        policy: the policy, whose weights the optimizer moves as they are, and as a whole.
+        optimizer: name of the optimizer.
+        learning_rate: highest learning rate of the run.
+    """
+    if learning_rate == 0 or "adam" not in optimizer.lower():
+        return
+    weights = still = 0.0
+    for weight in (weight for weight in policy.parameters() if weight.requires_grad):
+        weights += weight.numel()
+        if weight.dtype in (torch.bfloat16, torch.float16) and weight.numel() > 0:
+            sample = weight.detach().flatten()[:: -(-weight.numel() // _SAMPLED)]
+            up, down = ((sample.float() + step).to(sample.dtype) for step in (learning_rate, -learning_rate))
+            still += weight.numel() * ((up == sample) & (down == sample)).float().mean().item()
+    if still > weights / 2:
+        logger.warning(
+            f"learning_rate={learning_rate:g} is below the resolution of 16-bit weights: a step of Adam leaves about "
+            f"{still / weights:.1%} of the trainable weights unchanged. Load them in float32 (dtype: float32; in "
+            "Python model_init_kwargs={'dtype': 'float32'}) and compute in bfloat16 by bf16=True."
+        )
+
+
+class Limits(NamedTuple):
+    """The limits of what a model can read.
+
+    Attributes:
+        tokens: rows of the input embedding; token ids must be below.
+        context: positions for prompt and completion together; None if no limit is known.
+        extrapolates: whether the model can compute positions beyond `context`, on which it was not trained (rotary
+            positions, ALiBi), or the engine ends there; a table of positions cannot.
+        completion: largest number of tokens of a completion.
+    """
+
+    tokens: int
+    context: int | None
+    extrapolates: bool
+    completion: int
+
+    def require(self, prompt_ids: Sequence[Sequence[int]], prompts: list) -> None:
+        """Refuse prompts that are empty or that the model cannot read completely.
+
+        Args:
+            prompt_ids: token ids of each prompt.
+            prompts: the prompts, plain or conversational.
+
+        Raises:
+            ValueError: a prompt is refused; the message names the first one.
+        """
+        for ids, prompt in zip(prompt_ids, prompts, strict=True):
+            named = f"the prompt {excerpt(prompt)}"
+            if not ids:
+                raise ValueError(f"{named} has no tokens: leave out such rows, for example with filter.")
+            if max(ids) >= self.tokens:
+                raise ValueError(
+                    f"{named} has the token id {max(ids)}, and the model's input embedding has {self.tokens} rows: "
+                    "give the tokenizer of this model, or make room by model.resize_token_embeddings(len(tokenizer)) "
+                    "and train with tokens that it knows."
+                )
+            room = 1 if self.extrapolates else self.completion
+            if self.context is not None and len(ids) + room > self.context:
+                raise ValueError(
+                    f"{named} has {len(ids)} tokens, with max_completion_length={self.completion}, and the model "
+                    f"reads {self.context} in all: lower max_completion_length, or leave longer prompts out "
+                    "(max_prompt_length in a configuration, dataset.filter in Python)."
+                )
+
+    def warn(self, prompt_ids: Sequence[Sequence[int]]) -> None:
+        """Warn if the longest prompt and completion exceed the positions on which the model was trained."""
+        length = max(map(len, prompt_ids), default=0)
+        if self.context is not None and length + self.completion > self.context:
+            logger.warning(
+                f"A prompt has {length} tokens, with max_completion_length={self.completion} more than the "
+                f"{self.context} that the model reads: vLLM cuts a longer completion there, and other engines use "
+                f"positions that the model was not trained on. Lower max_completion_length to {self.context - length}."
+            )
+
+
+def limits_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, completion: int, engine_context: int | None = None
+) -> Limits:
+    """Return the limits of a model with this tokenizer; refuse a tokenizer that does not fit the model.
+
+    Args:
+        model: the model without an adapter around it.
+        tokenizer: the model's tokenizer as it will be used, with a padding token.
+        completion: largest number of tokens of a completion.
+        engine_context: `vllm_max_model_length`; None if vLLM does not sample.
+
+    Raises:
+        ValueError: a token that every batch needs is missing or has no row in the embedding.
+    """
+    config = model.config.get_text_config()
+    weight = model.get_input_embeddings().get_parameter("weight")
+    tokens = (weight.shape[0] if weight.dim() == 2 else 0) or config.vocab_size  # another process may hold the rows
+    _require_end(tokenizer)
+    for kind in ("eos", "pad", "bos"):
+        number = getattr(tokenizer, f"{kind}_token_id")
+        if number is not None and number >= tokens:
+            raise ValueError(
+                f"the tokenizer's {kind}_token {getattr(tokenizer, f'{kind}_token')!r} has the id {number}, and the "
+                f"model's input embedding has {tokens} rows: give the tokenizer of this model, or another "
+                f"{kind}_token, or make room by model.resize_token_embeddings(len(tokenizer))."
+            )
+    # A model without a limit, or with another name for it, does not have this attribute.
+    contexts = [engine_context, getattr(config, "max_position_embeddings", None)]
+    known = [context for context in contexts if isinstance(context, int) and context > 0]
+    rotary = any(name.endswith("inv_freq") for name, _ in model.named_buffers())
+    extrapolates = rotary or bool(config.to_dict().get("alibi")) or min(known, default=None) == engine_context
+    return Limits(tokens, min(known, default=None), extrapolates, completion)
+
+
+def _require_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer without an end token, which TRL also pads with if there is no padding token."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "processing_class: the tokenizer has no eos_token, so that no completion would end: set "
+            "tokenizer.eos_token, or save it in tokenizer_config.json."
+        )

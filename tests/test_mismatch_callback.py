@@ -1,0 +1,79 @@
+"""The mismatch in a run of TRL's own trainer, which `MismatchCallback` reads."""
+
+import pytest
+from trl import GRPOConfig, GRPOTrainer
+
+from dc_trl import DCGRPOTrainer, MismatchCallback
+
+from .helpers import Rollouts, distinct_characters, logged, make_model, make_prompts, make_tokenizer, make_trainer
+
+
+# TRL scores what it has sampled if a generation batch outlives an optimizer step, or with vLLM.
+SHARED = {"constraint": "none", "recipe": "trl", "length_aware_batches": False}
+SCORED = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
+NAMES = ("mean", "k3_kl", "kl", "ess", "log_ppl_abs_diff", "probs_diff_max", "probs_pearson", "chi2_seq")
+
+
+def stock_trainer(tmp_path, **fields):
+    args = GRPOConfig(
+        **{
+            "output_dir": str(tmp_path),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        | SCORED
+        | fields
+    )
+    trainer = GRPOTrainer(
+        make_model(),
+        distinct_characters,
+        args,
+        train_dataset=make_prompts(),
+        processing_class=make_tokenizer(),
+        rollout_func=Rollouts(),
+    )
+    trainer.add_callback(MismatchCallback(trainer))
+    return trainer
+
+
+def test_stock_trl_logs_what_our_trainer_measures(tmp_path):
+    stock = stock_trainer(tmp_path / "stock")
+    stock.train()
+    ours = make_trainer(tmp_path / "ours", kind=DCGRPOTrainer, rollout_func=Rollouts(), **SHARED, **SCORED)
+    ours.train()
+    assert len(logged(stock, "discrepancy/mean")) == 2  # once for each generation batch
+    for name in NAMES:
+        metric = f"discrepancy/{name}"
+        assert logged(stock, metric) == pytest.approx(logged(ours, metric), rel=1e-6), metric
+    # The callback has changed nothing of the training.
+    assert logged(stock, "loss") == pytest.approx(logged(ours, "loss"), rel=1e-6)
+
+
+def test_truncated_sampling_is_not_called_a_discrepancy(tmp_path):
+    trainer = stock_trainer(tmp_path, top_p=0.9)
+    trainer.train()
+    assert logged(trainer, "discrepancy_truncated/mean")
+    assert not logged(trainer, "discrepancy/mean")
+
+
+def test_a_batch_that_trl_has_not_scored_says_how_it_would_be(tmp_path):
+    trainer = stock_trainer(tmp_path, steps_per_generation=1)
+    with pytest.raises(ValueError, match="vllm_importance_sampling_correction"):
+        trainer.train()
+
+
+def test_an_engine_without_log_probabilities_says_which_have_them(tmp_path):
+    trainer = stock_trainer(tmp_path)
+    trainer.rollout_func = lambda prompts, trainer: Rollouts()(prompts, trainer) | {"logprobs": None}
+    with pytest.raises(ValueError, match="use_vllm"):
+        trainer.train()
