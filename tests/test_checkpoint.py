@@ -239,6 +239,25 @@ def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
         torch.testing.assert_close(torch.load(tmp_path / f"kept_{process}.pt"), expected, atol=1e-5, rtol=1e-4)
 
 
+def test_shards_hold_together_what_one_file_holds(tmp_path, monkeypatch):
+    model = make_model(64)
+    write(model, "fp8", tmp_path / "whole")
+    monkeypatch.setattr("dc_trl.quantization.checkpoint._SHARD_BYTES", 30_000)
+    write(model, "fp8", tmp_path / "sharded")
+    files = sorted(file.name for file in (tmp_path / "sharded").glob("*.safetensors"))
+    assert files == [f"model-{number:05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert len(files) > 2
+    whole, sharded = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "sharded")
+    assert whole.keys() == sharded.keys()
+    # Bytes, because FP8 numbers have no comparison.
+    assert all(torch.equal(whole[name].view(torch.uint8), sharded[name].view(torch.uint8)) for name in whole)
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name)(torch.tensor([[5, 6, 7]])).logits
+        for name in ("whole", "sharded")
+    )
+    assert torch.equal(first, second)
+
+
 @pytest.mark.long
 def test_a_kill_leaves_the_old_checkpoint_and_the_next_write_clears_up(tmp_path):
     checkpoint = tmp_path / "checkpoint"

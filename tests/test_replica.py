@@ -21,6 +21,7 @@ from dc_trl.quantization import attention
 from dc_trl.quantization.fake_quantize import (
     ActivationQuantizer,
     fake_quantize_weight,
+    round_to_float8,
 )
 from dc_trl.quantization.rounding import _with_late_rounding
 from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
@@ -127,6 +128,15 @@ def test_norms_read_the_sum_before_it_is_rounded():
         rounded = total.bfloat16().double()
         rounded = (rounded / (rounded.square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
         assert (seen["norm"] != rounded * layer.post_attention_layernorm.weight).float().mean() > 0.02
+
+
+def test_rounding_to_float8_is_bit_for_bit_the_cast():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[codes.isfinite()].unique()
+    ties = (codes[1:] + codes[:-1]) / 2
+    around = torch.cat([ties.nextafter(torch.tensor(side)) for side in (-torch.inf, torch.inf)])
+    values = torch.cat([codes, ties, around]).clamp(-448, 448)
+    assert torch.equal(round_to_float8(values.clone()), values.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -84,6 +84,8 @@ def test_an_adapter_reaches_the_server(fp8_server, tmp_path):
     model = get_peft_model(policy, adapter)
     trainer = make_trainer(fp8_server.url, tmp_path, model, max_steps=4, learning_rate=1e-2)
     trainer.train()
+    for name in ("bytes_written", "write_seconds", "reload_seconds"):
+        assert all(logged(trainer, f"sync/{name}"))
     # The server holds what a checkpoint holds that is written at once.
     trainer.save_deployment(tmp_path / "deployment")
     trainer.vllm_generation.sync_weights()

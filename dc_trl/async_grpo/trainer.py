@@ -162,6 +162,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         if args.split_by is not None and args.deployment_scheme is not None:
             # TRL's attention keeps the samples of a row apart.
             self._quantized_self = DeployedForward(self.model, args.deployment_scheme, replicas_attention=False)
+            self.add_callback(self._quantized_self)
         if self.accelerator.is_main_process:
             self.rollout_queue = VersionedQueue(self.rollout_worker.rollout_buffer)
 

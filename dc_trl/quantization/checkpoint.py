@@ -1,5 +1,6 @@
 """The deployable checkpoint: the policy in its deployment scheme, as `vllm serve` and transformers load it."""
 
+import json
 import os
 import shutil
 import uuid
@@ -8,9 +9,9 @@ from pathlib import Path
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
-from huggingface_hub import save_torch_state_dict
 from peft import PeftModel
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -21,12 +22,16 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..files import locked_folder, replace_folder_link
+from ..files import locked_folder, replace_folder_link, write_text
 from .fake_quantize import compressed_weight
 from .policy import base_model, empty_copy
 from .schemes import quantized_weights, require_served_scheme, resolve_scheme
 from .tensors import policy_tensors
+
+
+_SHARD_BYTES = 4 * 2**30  # size at which a new file is begun; a single tensor may exceed it
 
 
 class CheckpointWriter:
@@ -34,7 +39,7 @@ class CheckpointWriter:
 
     The directory holds a compressed-tensors checkpoint (`bf16`: a plain one) under the tensor names of the model's own
     published checkpoints, with configuration and tokenizer: `vllm serve DIR` and `from_pretrained(DIR)` load it
-    unchanged. Tensors are quantized one by one, and held in memory until they are written.
+    unchanged. Tensors are quantized one by one, and held until they fill a file.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one; only its architecture is read.
@@ -96,16 +101,8 @@ class CheckpointWriter:
         partial = directory.parent / f".{directory.name}-{uuid.uuid4().hex}.partial"
         with locked_folder(partial, others=f".{directory.name}-*.partial", mode=0o700):
             self._write_configuration(partial)
-            stored: dict[str, Tensor] = {}
-            missing = set(self._names)
-            for name, tensor in tensors:
-                if name in missing:
-                    missing.remove(name)
-                    stored |= self._stored(name, tensor)
-            if missing:
-                raise KeyError(f"{len(missing)} weights of the policy are missing, {min(missing)} among them")
             try:
-                save_torch_state_dict(stored, partial)
+                self._write_tensors(tensors, partial)
             except SafetensorError as error:
                 raise OSError(f"{directory} cannot be written: {error}") from error
             partial.chmod(0o755)
@@ -126,6 +123,27 @@ class CheckpointWriter:
         self._generation_config.save_pretrained(directory)
         if self._processing_class is not None:
             self._processing_class.save_pretrained(directory)
+
+    def _write_tensors(self, tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
+        missing, held, size = set(self._names), dict[str, Tensor](), 0
+        files: dict[str, str] = {}
+        for name, tensor in tensors:
+            if name not in missing:
+                continue
+            missing.remove(name)
+            for part, value in self._stored(name, tensor).items():
+                if size + value.nbytes > _SHARD_BYTES:
+                    _save(held, directory, files)
+                    size = 0
+                held[part] = value
+                size += value.nbytes
+        if missing:
+            raise KeyError(f"{len(missing)} weights of the policy are missing, {min(missing)} among them")
+        last = _save(held, directory, files)
+        if len(set(files.values())) == 1:
+            last.rename(directory / SAFE_WEIGHTS_NAME)
+        else:
+            write_text(directory / SAFE_WEIGHTS_INDEX_NAME, json.dumps({"metadata": {}, "weight_map": files}))
 
     def _stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the checkpoint's tensors of a weight by name, on the CPU, none of which shares memory with it."""
@@ -169,3 +187,12 @@ def write_deployable(model: str, scheme: str, directory: str | os.PathLike[str],
     policy = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
     return CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), directory)
+
+
+def _save(held: dict[str, Tensor], directory: Path, files: dict[str, str]) -> Path:
+    """Write the tensors that are held as the next file, enter it into `files`, and hold them no longer."""
+    path = directory / f"model-{len(set(files.values())) + 1:05d}.safetensors"
+    save_file(held, path, metadata={"format": "pt"})
+    files |= dict.fromkeys(held, path.name)
+    held.clear()
+    return path

@@ -17,7 +17,8 @@ from peft.tuners.lora import Embedding, Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, TrainerCallback
 
 from . import attention
 from .fake_quantize import (
@@ -109,11 +110,13 @@ def _adapter_deltas(adapter: Any) -> Iterator[Tensor]:
             yield adapter.get_delta_weight(name)
 
 
-class DeployedForward:
+class DeployedForward(TrainerCallback):
     """Makes a policy's modules compute as the deployed policy does, with straight-through gradients to the weights.
 
     Modules, names and parameters stay as they are; hooks replace the parameters by the deployed weights while a module
-    computes. Under FSDP2 the parameters must be gathered unrounded (no `param_dtype`).
+    computes. Deployed weights are cached until the parameters change. Some optimizers, fused AdamW among them, change
+    them without PyTorch's knowledge: add this as a callback to the trainer. Under FSDP2 the deployed weights are
+    computed each time, from parameters that must be gathered unrounded (no `param_dtype`).
 
     LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and A and
     B get its gradient. Dropout of an adapter is not applied.
@@ -154,6 +157,7 @@ class DeployedForward:
         self._weight_args = quantization.weights if weights else None
         args = quantization.input_activations if activations else None
         self._quantizer = None if args is None else ActivationQuantizer(args)
+        self._cache: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}  # state of the parameters, weight and scale
         self._within_policy = False  # whether the whole policy runs forward, and not its backbone alone
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
@@ -205,6 +209,9 @@ class DeployedForward:
             yield
         finally:
             self.enabled = before
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._cache.clear()
 
     # Hooks are functions and not bound methods: merging an adapter copies its layer, which would copy this object and
     # with it the policy.
@@ -298,20 +305,33 @@ class DeployedForward:
 
     def _deployed(self, layer: _Layer, key: str, master: Tensor) -> Tensor:
         """Return the tensor that a module computes with in place of a parameter, of the same shape."""
-        with torch.autocast(master.device.type, enabled=False):  # as in merging
-            deltas = [delta for adapter in layer.adapters_of(key) for delta in _adapter_deltas(adapter)]
-        with torch.no_grad():
-            merged = master.detach()
-            for delta in deltas:
-                merged = merged + delta
-            args = self._weight_args if key in layer.quantized else None
-            if args is not None and layer.multiplies_numbers:
-                numbers, layer.module.weight_scale = weight_numbers(merged, args)
-                value = numbers.to(torch.bfloat16)  # exactly
-            else:
-                value = merged if args is None else fake_quantize_weight(merged, args)
-                if self._weights or self._compute:
-                    value = value.to(torch.bfloat16)
-                if not self._compute:
-                    value = value.to(merged.dtype)
-        return straight_through(value, master, *deltas)
+        adapters = list(layer.adapters_of(key))
+        tensors = [master, *(each for adapter in adapters for each in adapter.parameters())]
+        needed = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        identity = (id(master), *((id(adapter), *adapter.active_adapters) for adapter in adapters))
+        state = [(each.data_ptr(), each._version) for each in tensors]
+        known, value, scale = self._cache.get(identity, (None, None, None))
+        fresh, deltas = known != state, []
+        if fresh or needed:
+            with torch.autocast(master.device.type, enabled=False):  # as in merging
+                deltas = [delta for adapter in adapters for delta in _adapter_deltas(adapter)]
+        if fresh:
+            # Outside of inference mode: the value is cached, and a later forward may need gradients.
+            with torch.inference_mode(False), torch.no_grad():
+                value, scale = self._value(layer, sum(deltas, master.detach()), key in layer.quantized)
+            # FSDP2 gathers into the same memory without changing the versions.
+            if not isinstance(self._policy, FSDPModule):
+                self._cache[identity] = state, value, scale
+        if scale is not None:
+            layer.module.weight_scale = scale
+        return straight_through(value, master, *deltas) if needed else value
+
+    def _value(self, layer: _Layer, weight: Tensor, quantized: bool) -> tuple[Tensor, Tensor | None]:
+        args = self._weight_args if quantized else None
+        if args is not None and layer.multiplies_numbers:
+            numbers, scale = weight_numbers(weight, args)
+            return numbers.to(torch.bfloat16), scale  # exactly
+        value = weight if args is None else fake_quantize_weight(weight, args)
+        if self._weights or self._compute:
+            value = value.to(torch.bfloat16)
+        return (value if self._compute else value.to(weight.dtype)), None

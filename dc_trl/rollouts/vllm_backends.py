@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +34,15 @@ logger = get_logger(__name__)
 
 
 class Generation(VLLMGeneration):
-    """TRL's vLLM engine; with `logprobs` it returns the most probable tokens, or those of truncated sampling."""
+    """TRL's vLLM engine; with `logprobs` it returns the most probable tokens, or those of truncated sampling.
+
+    Attributes:
+        last_sync: `bytes_written`, `write_seconds` and `reload_seconds` of the last synchronization; empty on
+            processes that write no checkpoint.
+    """
 
     def __init__(self, **kwargs: Any):
+        self.last_sync: dict[str, float] = {}
         super().__init__(**kwargs)
         if self.mode == "colocate":
             # Registered after vLLM's own finalizer, so that it runs first when the process exits.
@@ -114,6 +121,12 @@ class _DeployedGeneration(Generation):
         """Make the engine load the weights that it is to hold."""
         raise NotImplementedError
 
+    def _timed_load(self) -> None:
+        start = time.perf_counter()
+        self._load()
+        if self._writes:
+            self.last_sync["reload_seconds"] = time.perf_counter() - start
+
     def _prepare_checkpoints(self, writes: bool) -> None:
         self._writes = writes  # the folder, which is removed when the process ends
         policy = unwrapped(self.accelerator, self.model)
@@ -131,7 +144,9 @@ class _DeployedGeneration(Generation):
         try:
             if self._writes:
                 self._remove_checkpoints()  # their room may be needed
-                self._writer.write(tensors, self.checkpoint)
+                start = time.perf_counter()
+                size = self._writer.write(tensors, self.checkpoint)
+                self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
         except OSError as error:
             failure = (
                 f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
@@ -227,7 +242,7 @@ class ServerGeneration(_DeployedGeneration):
         with raised_together(ServerError):
             if self.weight_sync == "checkpoint":
                 self._write()
-                self._load()
+                self._timed_load()
                 return
             with raised_together(ServerError):
                 # If the server cannot mark its weights as being loaded, no process begins to gather them.
@@ -318,7 +333,7 @@ class ColocateGeneration(_DeployedGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         self._write_checkpoint()
-        self._load()
+        self._timed_load()
 
     def _load(self) -> None:
         self.llm.collective_rpc(self._reload, kwargs={"weights_path": str(self.checkpoint)})

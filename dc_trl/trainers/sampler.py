@@ -130,6 +130,8 @@ class Sampler:
             self._engine.sync(unwrapped(trainer.accelerator, trainer.model_wrapped))
         elif self._held != trainer.state.global_step:
             self._engine.sync_weights()
+            for name, value in self._engine.last_sync.items():
+                trainer.add_metric(f"sync/{name}", value, "train")
         self._held = trainer.state.global_step
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

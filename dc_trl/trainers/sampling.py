@@ -155,7 +155,9 @@ class SamplingTrainer(HookedTrainer):
         if self.accelerator.distributed_type == DistributedType.FSDP:
             # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        return DeployedForward(self.model, scheme)
+        forward = DeployedForward(self.model, scheme)
+        self.add_callback(forward)
+        return forward
 
     @property
     def micro_batches_per_generation(self) -> int:
