@@ -248,7 +248,6 @@ class DCGRPOTrainer(RunTrainer):
         warning = first_batch(
             rewards.tolist(),
             self.num_generations,
-            list(self.completion_table["completion"])[-rewards.shape[1] :],
             self.metrics_since_log("train")["completions/clipped_ratio"][-1],
             self.max_completion_length,
         )

@@ -34,9 +34,8 @@ from trl import GRPOTrainer
 
 from .files import read_object
 from .quantization.policy import unwrapped
-from .records.clock import PartsClock, timed
+from .records.clock import EVALUATION, OTHER, PREFIX, PartsClock, timed
 from .records.runs import TRAINER_STATE_FILE
-from .records.time_parts import EVALUATION, OTHER, PREFIX
 
 
 logger = get_logger(__name__)
@@ -133,11 +132,6 @@ class HookedTrainer(GRPOTrainer):
         """Whether TRL scores a generation batch as it is sampled (`old_per_token_logps`), first with the policy."""
         aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
         return not aligned or (self.use_vllm and self.args.vllm_importance_sampling_correction)
-
-    @property
-    def tag_names(self) -> list[str]:
-        """Tags of the model on the Hub."""
-        return self._tag_names
 
     def scored_models(self) -> list[Any]:
         """Return the models that score tokens, the policy and any reference model of its own, without wrappers."""

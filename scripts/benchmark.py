@@ -290,7 +290,6 @@ def grading(args: argparse.Namespace) -> None:
 
     alone, together = [], []
     with Grader(args.threads) as grader:
-        grader.start()
         for repetition in range(args.repetitions + 1):
             golds = [Gold(answer()) for _ in range(args.completions)]
             texts = [f"So \\boxed{{{gold.answer if rng.random() < 0.5 else answer()}}}." for gold in golds]

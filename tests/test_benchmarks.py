@@ -2,11 +2,9 @@
 
 import json
 import re
-from dataclasses import replace
 
 import datasets
 import pytest
-from datasets import Dataset
 
 from dc_trl.data.benchmarks import BENCHMARKS, MINERVA_RELATIVE_TOLERANCE, PUBLISHED, holds_several, load_benchmark
 from dc_trl.data.dapo import DAPO, load_dapo
@@ -36,10 +34,7 @@ def cache(tmp_path, monkeypatch):
 def write(tmp_path):
     def write(*rows, name="rows.jsonl"):
         path = tmp_path / name
-        if path.suffix == ".parquet":
-            Dataset.from_list(list(rows)).to_parquet(path)
-        else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(path)
 
     return write
@@ -97,7 +92,6 @@ def test_rows_of_every_benchmark(write, name, row, expected):
     benchmark = load_benchmark(name, write(row))
     assert benchmark.features == FEATURES
     assert benchmark[0] | expected == benchmark[0]
-    assert load_benchmark(name, write(row, name="rows.parquet"))[0] == benchmark[0]
 
 
 def test_the_documentation_says_the_same():
@@ -109,10 +103,10 @@ def test_the_documentation_says_the_same():
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
 
 
-def test_what_cannot_be_loaded_is_said(write, tmp_path, monkeypatch):
+def test_what_cannot_be_loaded_is_said(write, tmp_path):
     with pytest.raises(ValueError, match="benchmark='aime' is unknown: choose one of 'aime24'"):
         load_benchmark("aime")
-    with pytest.raises(ValueError, match=r"benchmark 'amc23': file='.*none\.jsonl' does not exist"):
+    with pytest.raises(ValueError, match=r"benchmark 'amc23': file='.*none\.jsonl' is no data file"):
         load_benchmark("amc23", str(tmp_path / "none.jsonl"))
     with pytest.raises(
         ValueError, match="benchmark 'amc23': a row holds none of the fields 'question', 'problem': it has q"
@@ -120,29 +114,13 @@ def test_what_cannot_be_loaded_is_said(write, tmp_path, monkeypatch):
         load_benchmark("amc23", write({"q": "Q?", "answer": 1}))
     with pytest.raises(ValueError, match="benchmark 'minerva': minerva/0 has no problem or no gold answer"):
         load_benchmark("minerva", write({"question": "Q?", "solution": "none"}))
-    with pytest.raises(ValueError, match="file='x': the benchmark 'arithmetic' is made on the spot"):
-        load_benchmark("arithmetic", "x")
-    missing = replace(BENCHMARKS["gsm8k"], hub_id="dc_trl/not-there")
-    monkeypatch.setitem(BENCHMARKS, "gsm8k", missing)
-    with pytest.raises(ValueError, match=r"benchmark 'gsm8k': dataset_name='dc_trl/not-there'.*give a local file"):
-        load_benchmark("gsm8k")
 
 
-@pytest.mark.parametrize(
-    ("answer", "several"),
-    [
-        ("3, 5, 7", True),
-        ("(1,2), (3,4)", True),
-        (r"\frac{1}{2},\{3\}", True),
-        ("58,500", False),
-        (r"10,\!080", False),
-        (r"x \in [-2,7]", False),
-        (r"\{1\pm\sqrt{5},-2\}", False),
-        (r"\left( 3, \frac{\pi}{2} \right)", False),
-    ],
-)
-def test_several_answers_are_told_from_tuples_and_thousands(answer, several):
-    assert holds_several(answer) is several
+def test_several_answers_are_told_from_tuples_and_thousands():
+    for answer in ("3, 5, 7", "(1,2), (3,4)", r"\frac{1}{2},\{3\}"):
+        assert holds_several(answer)
+    for answer in ("58,500", r"10,\!080", r"x \in [-2,7]", r"\{1\pm\sqrt{5},-2\}", r"\left( 3, \frac{\pi}{2} \right)"):
+        assert not holds_several(answer)
 
 
 TEMPLATE = (

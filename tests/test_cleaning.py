@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dc_trl.data.benchmarks import load_benchmark
-from dc_trl.data.cleaning import clean
-from dc_trl.data.contamination import Overlap, find_overlaps, problem_key, words
+from dc_trl.data.cleaning import clean, count_reasons
+from dc_trl.data.contamination import find_overlaps, problem_key, words
 from dc_trl.data.dapo import load_dapo
 from dc_trl.data.prompts import load_prompts, load_rows
 from dc_trl.data.sources import FEATURES, MathProblem, to_dataset
@@ -43,13 +43,13 @@ def test_overlaps_as_by_brute_force(problems, bench, common):
     for problem, overlap in zip(problems, found, strict=True):
         exact = [f"bench/{number}" for number, other in enumerate(bench) if squash(other) == squash(problem)]
         if exact:
-            assert overlap == Overlap("exact", tuple(exact))
+            assert overlap == ("exact", " ".join(exact))
             continue
         telling = [
             window for window in windows(problem, 4) if sum(window in windows(text, 4) for text in distinct) <= common
         ]
         shared = {f"bench/{n}" for n, other in enumerate(bench) if set(windows(other, 4)) & set(telling)}
-        assert (set() if overlap is None else set(overlap.ids)) == shared
+        assert (set() if overlap is None else set(overlap[1].partition(":")[0].split())) == shared
 
 
 def squash(text):
@@ -64,23 +64,15 @@ def test_thirteen_words_are_an_overlap_and_twelve_are_not():
     twelve, thirteen = " ".join(sequence[:12]), " ".join(sequence[:13])
     bench = {"bench": benchmark(LONG)}
     assert find_overlaps([f"Once, {twelve}, then?"], bench) == [None]
-    overlap = Overlap("n-gram", ("bench/0",), thirteen.lower())
+    overlap = ("n-gram", f"bench/0: {thirteen.lower()}")
     assert find_overlaps([f"Once, {thirteen.upper()}, then?"], bench) == [overlap]
-    assert find_overlaps([LONG.replace(" ", "  ") + "."], bench) == [Overlap("exact", ("bench/0",))]
+    assert find_overlaps([LONG.replace(" ", "  ") + "."], bench) == [("exact", "bench/0")]
 
 
 def test_a_short_benchmark_problem_is_found_inside_a_longer_one():
     bench = {"bench": benchmark("Compute $\\sin 75^\\circ$.", "Find $x$.")}
     problem = "Compute $\\sin 75^\\circ$. Give it as $a+b$, and find $x$."
-    assert find_overlaps([problem], bench) == [Overlap("n-gram", ("bench/0",), "compute sin 75 circ")]
-
-
-def test_a_turn_of_phrase_counts_for_nothing_but_copies_of_a_problem_do():
-    bench = {"bench": benchmark(LONG)}
-    different = [f"{number} {LONG}" for number in range(11)]
-    assert find_overlaps(different, bench) == [None] * 11
-    assert None not in find_overlaps(different[:10], bench)
-    assert None not in find_overlaps([different[0]] * 11, bench)
+    assert find_overlaps([problem], bench) == [("n-gram", "bench/0: compute sin 75 circ")]
 
 
 @pytest.mark.parametrize(
@@ -127,13 +119,13 @@ def benches():
 
 
 def test_every_rule(rows, benches):
-    kept, report = clean(rows, benches)
+    kept, dropped = clean(rows, benches)
     assert kept.features == FEATURES
     assert list(zip(kept["id"], kept["problem"], kept["answer"], strict=True)) == [
         ("made/0", "Add 1 and 1.", "2"),
         ("made/6", "Halve\none.", "0.5"),
     ]
-    assert {row.id: (row.reason, row.detail) for row in report.dropped} == {
+    assert {row["id"]: (row["reason"], row["detail"]) for row in dropped} == {
         "made/1": ("duplicate", "made/0"),
         "made/2": ("duplicate", "made/0"),
         "made/3": ("conflicting answers", "4 | 5"),
@@ -146,15 +138,7 @@ def test_every_rule(rows, benches):
         "made/11": ("benchmark, exact", "one/0"),
         "made/12": ("benchmark, n-gram", f"two/0: {' '.join(words(LONG)[:13])}"),
     }
-    assert (report.rows, report.kept) == (len(ROWS), 2)
-    assert sum(report.counts.values()) == report.rows - report.kept
-
-
-def test_cleaning_again_changes_nothing(rows, benches):
-    kept, _ = clean(rows, benches)
-    again, report = clean(kept, benches)
-    assert again.to_list() == kept.to_list()
-    assert report.dropped == []
+    assert sum(count_reasons(dropped).values()) == len(ROWS) - len(kept)
 
 
 @pytest.fixture
@@ -247,20 +231,12 @@ def test_real_overlaps_come_out(real):
         problems = {squash(problem) for problem in benches[name]["problem"]}
         assert len(problems & before) == expected
         assert not problems & left
-    # Every n-gram that is still shared is a turn of phrase.
-    spread = Counter(
-        window for text in {squash(p): p for p in rows["problem"]}.values() for window in set(windows(text, 13))
-    )
-    for name in ("amc23", "math500"):
-        shared = {window for problem in benches[name]["problem"] for window in windows(problem, 13)}
-        for problem in kept["problem"]:
-            assert all(spread[window] > 10 for window in shared.intersection(windows(problem, 13)))
 
 
 @requires_shared_data
 def test_real_rows_are_clean(real):
-    rows, _, kept, report = real
-    assert report.rows == 17301 == report.kept + sum(report.counts.values())
+    rows, _, kept, dropped = real
+    assert len(rows) == 17301 == len(kept) + len(dropped)
     assert len(set(kept["problem"])) == len(kept) == len(set(kept["id"]))
     text = "".join(kept["problem"])
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)

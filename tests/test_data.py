@@ -34,14 +34,6 @@ def test_every_worked_step_is_right(split):
             assert eval(left) == int(right)
 
 
-def test_worked_by_hand():
-    solutions = {problem.question: problem.solution for problem in arithmetic_problems(20000, 0, "train")}
-    solutions |= {problem.question: problem.solution for problem in arithmetic_problems(2000, 0, "held_out")}
-    assert solutions["27+45=?"] == r"7+5+0=12;2+4+1=7;\boxed{72}"
-    assert solutions["72-45=?"] == r"2-5-0=-3;7-4-1=2;\boxed{27}"
-    assert solutions["47*6=?"] == r"7*6+0=42;4*6+4=28;\boxed{282}"
-
-
 def test_held_out_problems_are_never_trained_on():
     train = {problem.question for problem in arithmetic_problems(20000, 0, "train")}
     held_out = [problem.question for problem in arithmetic_problems(2000, 0, "held_out")]
@@ -62,21 +54,10 @@ def test_arithmetic_depends_on_the_seed_alone():
     assert rows[0]["prompt"][0]["role"] == "user"
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("He had 3.\n#### 1,234", "1,234"),
-        (27.0, "27"),
-        (0.5, "0.5"),
-        (["4"], "4"),
-        (["4", "5"], None),
-        (None, None),
-        (True, None),
-        ("####", None),
-    ],
-)
-def test_gold_answers(value, expected):
-    assert gold_answer(value) == expected
+def test_gold_answers():
+    given = {"He had 3.\n#### 1,234": "1,234", 27.0: "27", 0.5: "0.5", None: None, "####": None}
+    assert {value: gold_answer(value) for value in given} == given
+    assert (gold_answer(["4"]), gold_answer(["4", "5"]), gold_answer(True)) == ("4", None, None)
 
 
 @pytest.fixture
@@ -91,7 +72,7 @@ def rows():
     ]
 
 
-@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet", "csv"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
 def test_files(tmp_path, suffix, tokenizer, rows, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / f"rows.{suffix}"
@@ -101,8 +82,6 @@ def test_files(tmp_path, suffix, tokenizer, rows, monkeypatch):
             flat.to_parquet(path)
         case "csv":
             flat.to_csv(path, index=False)
-        case "json":
-            path.write_text(json.dumps(flat.to_list()))
         case _:
             flat.to_json(path)
     prompts, counts = load_prompts(load_rows(str(path)), tokenizer, "q", "gold", max_prompt_length=100)
@@ -155,12 +134,10 @@ def test_missing_columns_are_named(tokenizer, rows):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("none.jsonl", None, "does not exist"),
-        ("empty.jsonl", b"", "is empty"),
-        ("rows.txt", b"{}", "is not a data file"),
+        ("none.jsonl", None, "is no data file"),
+        ("rows.txt", b"{}", "is no data file"),
         ("broken.jsonl", b"{not json", "cannot be loaded"),
         ("latin.jsonl", '{"prompt": "Zo\u00e9", "answer": "3"}\n'.encode("latin1"), "is no text in UTF-8"),
-        ("head.csv", b"prompt,answer\n", "cannot be loaded"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, name, content, words):

@@ -36,7 +36,7 @@ from .helpers import (
 )
 
 
-OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "starts.json", "run.png"}
+OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "run.png"}
 
 
 def make_trainer(output_dir, model=None, reward=None, **options):

@@ -1,7 +1,4 @@
-"""The length-decay learning rate within trainers: ours, TRL's, in two processes, and resumed."""
-
-import subprocess
-import sys
+"""The length-decay learning rate within trainers: ours, TRL's, and resumed."""
 
 import pytest
 from PIL import Image
@@ -10,10 +7,9 @@ from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer, HistoryCallback, LengthDecayCallback
 from dc_trl.records.runs import read_history
-from dc_trl.training.run import release_processes
 
 from . import helpers
-from .helpers import ROOT, TWO_PROCESSES, logged, make_model, make_prompts
+from .helpers import logged, make_model, make_prompts
 
 
 class Lengths(TrainerCallback):
@@ -97,36 +93,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, cut):
     assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
 
 
-def test_lengths_of_several_steps_stand_for_each_of_them(tmp_path):
-    trainer = make_trainer(tmp_path, curve=SURGE_AT_16, max_steps=32, logging_steps=4)
-    trainer.add_callback(LengthDecayCallback(trainer))
-    trainer.train()
-    schedule = trainer.lr_scheduler
-    assert schedule.detector.step == 32
-    # The log of step 16 is the first of longer responses, and stands for steps 13 to 16; the baseline needs 10 steps.
-    assert (schedule.surge_step, schedule.decay_period) == (15, 27)
-    assert decays(trainer.state.log_history) == [(20, "surge_step", 15), (20, "period", 27)]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_two_processes_halve_at_the_steps_of_one(tmp_path):
-    done = subprocess.run(
-        [*TWO_PROCESSES, "-m", "tests.test_length_decay_callback", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("processes: 2") == 2
-    rows = read_history(tmp_path / "history.jsonl")
-    assert [row["learning_rate"] for row in rows if "learning_rate" in row] == pytest.approx(
-        [0.01, 0.005, 0.005, 0.0025, 0.0025]
-    )
-    assert decays(rows) == [(0, "period", 2)]
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -149,22 +115,9 @@ def test_a_run_and_its_schedule_start_at_the_same_step(tmp_path):
     # TRL's trainer resumes without a scheduler; ours does not come so far.
     for kind, refusal in (
         (GRPOTrainer, "starts at step 2 and its learning rate schedule at step 0"),
-        (DCGRPOTrainer, r"checkpoint-2' holds no optimizer.pt \(save_only_model=true"),
+        (DCGRPOTrainer, r"checkpoint-2' holds no optimizer \(save_only_model=true"),
     ):
         trainer = make_trainer(tmp_path, kind)
         trainer.add_callback(LengthDecayCallback(trainer, decay_period=2))
         with pytest.raises(ValueError, match=refusal):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-
-def main() -> None:
-    """One of the processes of `test_two_processes_halve_at_the_steps_of_one`."""
-    trainer = make_trainer(sys.argv[1], max_steps=5)
-    trainer.add_callback(LengthDecayCallback(trainer, decay_period=2))
-    trainer.train()
-    print(f"processes: {trainer.accelerator.num_processes}", flush=True)
-    release_processes(trainer)
-
-
-if __name__ == "__main__":
-    main()

@@ -423,7 +423,7 @@ def test_a_model_without_such_a_router_is_refused(tmp_path, make, words):
 
 def test_a_rollout_function_is_refused(tmp_path):
     config = make_config(tmp_path, use_vllm=True, vllm_mode="server", routing_replay=True)
-    with pytest.raises(ValueError, match=r"routing_replay=True needs the experts.*rollout_func"):
+    with pytest.raises(ValueError, match=r"routing_replay=True needs an engine of its own.*rollout_func"):
         DCGRPOTrainer(make_experts(), distinct_characters, config, rollout_func=Rollouts())
 
 

@@ -10,7 +10,6 @@ from transformers.utils import logging as transformers_logging
 from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks import benchmarks
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
-from dc_trl.hub.card import write_run_card
 from dc_trl.records.runs import read_run
 from dc_trl.records.tables import weighted_sum
 from dc_trl.report.tables import facts_table, outcome_table
@@ -55,10 +54,9 @@ def trained(folder, tokenizer, rewards, resume=None, steps=2, bars=True, **field
         processing_class=tokenizer,
         callbacks=[HistoryCallback()],
     )
-    run = BeforeAndAfter(trainer)
-    trainer.add_callback(run)
+    trainer.add_callback(BeforeAndAfter(trainer))
     trainer.train(resume_from_checkpoint=resume)
-    summarize(trainer, run)
+    summarize(trainer)
     return trainer, json.loads((folder / "summary.json").read_text())
 
 
@@ -67,13 +65,12 @@ def test_the_greedy_reward_is_the_weighted_sum_in_table_report_and_card(tmp_path
     trainer, summary = trained(tmp_path, tokenizer, rewards, reward_weights=[1.0, 0.5], bars=False, steps=1)
     printed = next(line for line in capsys.readouterr().out.splitlines() if "greedy reward" in line)
     greedy, words = summary["after"]["greedy"], "zero_or_one + 0.5·below_zero"
-    assert f"greedy reward ({words}), " in printed
     assert f"{greedy:.3f} ±" in printed
     run = read_run(tmp_path)
     assert ["reward functions", words] in facts_table(run).rows
     measured = {row[0]: row[1:] for row in outcome_table(run).rows}
     assert measured["greedy reward"][1].startswith(f"{greedy:.3f} ±")
-    write_run_card(trainer, None, None, [])
+    trainer.create_model_card()
     assert f"{greedy:.3f} ±" in (tmp_path / "README.md").read_text()
 
 

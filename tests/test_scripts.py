@@ -144,7 +144,7 @@ def test_a_tokenizer_without_chat_template_trains_on_plain_prompts(launch, tmp_p
     output = launch(model_name_or_path=str(model), eval_size=8, max_steps=1)
     summary = json.loads((output / "summary.json").read_text())
     assert summary["steps"] == 1
-    assert summary["after"]["problems"] == 8
+    assert "greedy" in summary["after"]
 
 
 def test_the_shipped_model_is_as_good_as_its_card_says(tokenizer):

@@ -7,6 +7,7 @@ import torch
 from datasets import DatasetDict, IterableDataset, IterableDatasetDict
 
 from dc_trl import HistoryCallback
+from dc_trl.callbacks.summary import BeforeAndAfter
 
 from . import helpers
 from .helpers import distinct_characters, logged, make_prompts
@@ -62,6 +63,18 @@ def test_held_out_problems_of_every_kind_are_evaluated_whole(tmp_path, kind):
     asked.batches.clear()
     trainer.evaluate(held_out)  # given directly
     assert sum(map(Counter, asked.batches), Counter()) == once
+
+
+def test_a_stream_is_evaluated_as_a_set_of_the_same_rows_is(tmp_path):
+    """Greedy completions of the deployed policy, before and after; sampled ones come in another order."""
+    measured = {}
+    for name, held_out in {"set": make_prompts(5), "stream": stream(5)}.items():
+        trainer, _ = make_trainer(tmp_path / name, make_prompts(), held_out, learning_rate=0.0, max_steps=1)
+        trainer.add_callback(BeforeAndAfter(trainer))
+        trainer.train()
+        measured[name] = [logged(trainer, f"eval_greedy_reward{end}") for end in ("", "_se")]
+        assert [len(values) for values in measured[name]] == [2, 2]
+    assert measured["stream"] == measured["set"]
 
 
 @pytest.mark.parametrize("rows", [make_prompts, stream])

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from dc_trl import HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
-from dc_trl.records.clock import PartsClock
+from dc_trl.records.clock import PREFIX, PartsClock
 from dc_trl.records.runs import read_run
-from dc_trl.records.time_parts import PREFIX
 from dc_trl.report import write_report
 
 from . import helpers
@@ -81,24 +80,6 @@ def test_parts_are_disjoint_and_add_up(steps):
     found = clock.seconds()
     assert {part: seconds for part, seconds in found.items() if seconds} == {p: s for p, s in expected.items() if s}
     assert sum(found.values()) == wall
-
-
-def test_laps_add_up_and_earlier_sessions_are_told_once():
-    fake = FakeTime()
-    clock = PartsClock(fake)
-    clock.start()
-    clock.carry({"loss": 10.0})
-    with clock.part("loss"):
-        fake.spend(1)
-    assert clock.lap() == {"loss": 1}
-    with clock.part("loss"):
-        fake.spend(2)
-        assert clock.lap() == {"loss": 2}  # within the part
-        fake.spend(4)
-    assert clock.lap() == {"loss": 4}
-    assert clock.seconds()["loss"] == 17
-    clock.start()
-    assert clock.seconds() == {"other": 0}
 
 
 # --- the trainer
@@ -193,13 +174,11 @@ def test_summary_and_report_say_where_the_time_went(tmp_path, tokenizer):
 
     trainer = make_trainer(tmp_path / "run", tokenizer, fake, reward)
     trainer.model.register_forward_hook(lambda *_: fake.spend(10))
-    trainer.add_callback(run := BeforeAndAfter(trainer))
+    trainer.add_callback(BeforeAndAfter(trainer))
     trainer.train()
     tokens = trainer.state.num_input_tokens_seen
     page = write_report(tmp_path / "run", tmp_path / "unfinished.html")
-    summarize(trainer, run)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["seconds_of_parts"]["reward"] == 90
+    summarize(trainer)
     finished = write_report(tmp_path / "run", tmp_path / "finished.html")
     for html in (page, finished):
         reader = Reader(html.read_text(encoding="utf-8"))

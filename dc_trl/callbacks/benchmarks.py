@@ -1,6 +1,7 @@
 """Benchmarks during training: the deployed policy answers them through its own engine, at its present weights."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
@@ -8,7 +9,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ..evaluation.evaluate import Benchmark, tokenize_prompts
-from ..evaluation.results import BenchmarkResult, benchmark_result
+from ..evaluation.results import benchmark_result
 from ..evaluation.samples import Sample
 from ..grading import Grader
 from ..records.estimators import Estimate, mean_estimate
@@ -43,25 +44,14 @@ def greedy_rewards(
 def greedy_accuracy(
     trainer: DCGRPOTrainer, dataset: Dataset | IterableDataset, reward: RewardFunction | None, batch_size: int
 ) -> Estimate:
-    """Mean of `greedy_rewards`, which has the arguments; problems without a reward are left out.
-
-    Returns:
-        The same estimate in every process.
-
-    Raises:
-        ValueError: the reward scored no problem.
-    """
+    """Mean of `greedy_rewards`, which has the arguments; a ValueError if the reward scored no problem."""
     if scored := greedy_rewards(trainer, dataset, reward, batch_size):
         return mean_estimate(scored)
     raise ValueError("The reward scored none of the problems: check the gold answers.")
 
 
 def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int, label: str) -> Iterator[tuple[list[int], int]]:
-    """Yield the rows of this process batch by batch, with the number of rows that count; a bar shows the progress.
-
-    All processes have to ask for equally many rows at once, so the last batches are filled up with rows that do not
-    count.
-    """
+    """Yield the rows of this process batch by batch, with the number of rows that count; a bar shows the progress."""
     accelerator = trainer.accelerator
     starts = range(0, size, accelerator.num_processes * batch_size)
     hidden = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
@@ -114,39 +104,35 @@ class BenchmarkCallback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs):
         for benchmark, prompts in zip(self._benchmarks, self._prompts, strict=True):
-            result, failures = self._evaluate(benchmark, prompts)
-            k = benchmark.samples
-            metrics = {
-                f"avg@{k}": result.avg.value,
-                f"maj@{k}": result.maj.value,
-                "truncated": result.truncated,
-                "mean_tokens": result.mean_tokens,
-                f"avg@{k}_se": result.avg.standard_error,
-                "grading_failures": failures or None,
-            }
-            named = {f"eval_{benchmark.name}/{name}": value for name, value in metrics.items() if value is not None}
-            self._trainer.log(named)
+            keys = [(problem, number) for problem in prompts for number in range(benchmark.samples)]
+            completions = self._answers([prompts[problem] for problem, _ in keys], benchmark.name)
+            metrics = on_main_process(partial(self._graded, benchmark, list(prompts), keys, completions))
+            self._trainer.log({f"eval_{benchmark.name}/{name}": value for name, value in metrics.items()})
 
-    def _evaluate(self, benchmark: Benchmark, prompts: dict[str, list[int]]) -> tuple[BenchmarkResult, int]:
-        """Return the result, and how often grading failed; the main process grades."""
-        keys = [(problem, number) for problem in prompts for number in range(benchmark.samples)]
-        completions = self._answers([prompts[problem] for problem, _ in keys], benchmark.name)
-
-        def graded() -> tuple[BenchmarkResult, int]:
-            golds = benchmark.golds()
-            with Grader(self._grading_processes) as grader:
-                verdicts = grader.grade([c.text for c in completions], [golds[problem] for problem, _ in keys])
-            samples = {
-                key: Sample(*key, -1, c.text, c.tokens, c.truncated, verdict.answer, verdict.correct)
-                for key, c, verdict in zip(keys, completions, verdicts, strict=True)
-            }
-            result = benchmark_result(benchmark.name, list(prompts), benchmark.samples, samples)
-            return result, grader.failures.total()
-
-        return on_main_process(graded)
+    def _graded(
+        self, benchmark: Benchmark, problems: list[str], keys: list[tuple[str, int]], completions: list[Completion]
+    ) -> dict[str, float]:
+        """Return the metrics of the benchmark; the main process grades."""
+        golds = benchmark.golds()
+        with Grader(self._grading_processes) as grader:
+            verdicts = grader.grade([c.text for c in completions], [golds[problem] for problem, _ in keys])
+        samples = {
+            key: Sample(*key, -1, c.text, c.tokens, c.truncated, verdict.answer, verdict.correct)
+            for key, c, verdict in zip(keys, completions, verdicts, strict=True)
+        }
+        k = benchmark.samples
+        result = benchmark_result(benchmark.name, problems, k, samples)
+        metrics = {
+            f"avg@{k}": result.avg.value,
+            f"maj@{k}": result.maj.value,
+            "truncated": result.truncated,
+            "mean_tokens": result.mean_tokens,
+            f"avg@{k}_se": result.avg.standard_error,
+            "grading_failures": grader.failures.total() or None,
+        }
+        return {name: value for name, value in metrics.items() if value is not None}
 
     def _answers(self, prompt_ids: Sequence[list[int]], label: str) -> list[Completion]:
-        """Return completions of all prompts, divided among the processes; the same list in every one."""
         trainer = self._trainer
         completions: list[tuple[int, Completion]] = []
         for rows, counted in _shares(trainer, len(prompt_ids), self._batch_size, label):

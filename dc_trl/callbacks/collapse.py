@@ -6,8 +6,6 @@ The rules and every threshold are ours; docs/collapse.md has the evidence for th
 import math
 import statistics
 import sys
-from bisect import insort
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
@@ -62,121 +60,85 @@ class Alarm(NamedTuple):
         )
 
 
-_Levels = tuple[float, float, float]  # of an alarm: value, reference, threshold
+# Of the values that a metric has had: reference, threshold, and how far its running median has gone from the one (0)
+# to the other (1).
+_Judgement = tuple[float, float, float]
+_Rule = Callable[[list[float], float], _Judgement]
 
 
-class _MedianDetector:
-    """Rings when the running median of `window` logs has been beyond a threshold in `length` successive logs.
+class _Detector:
+    """Rings when `rule` has found the running median of `window` logs beyond its threshold in `length` logs in a row.
 
     It is in doubt from half-way to the threshold on; after 10 windows there, that level is the run's normal one.
-
-    Attributes:
-        sound_until: step of the log until which all was well.
     """
 
-    def __init__(self, window: int, length: int | None = None):
-        self.sound_until = 0
-        self._window = window
-        self._length = length or window
-        self._recent: deque[tuple[int, float]] = deque(maxlen=window)
-        self._beyond = 0
-        self._half_way = 0
+    def __init__(self, signal: str, metric: str, rule: _Rule, window: int, length: int):
+        self.signal, self.metric = signal, metric
+        self._rule, self._window, self._length = rule, window, length
+        self._steps: list[int] = []
+        self._values: list[float] = []
+        self._sound_until = self._beyond = self._half_way = 0
 
-    def update(self, step: int, value: float) -> _Levels | None:
-        """Take the value of a log; return the levels of the alarm when it rings."""
-        leaving = self._recent[0][1] if len(self._recent) == self._window else None
-        self._recent.append((step, value))
-        if len(self._recent) < self._window:
+    def update(self, step: int, value: float) -> Alarm | None:
+        self._steps.append(step)
+        self._values.append(value)
+        if len(self._values) < self._window:
             return None
-        levels, severity = self._judge([value for _, value in self._recent], leaving)
+        median = statistics.median(self._values[-self._window :])
+        reference, threshold, severity = self._rule(self._values, median)
         self._half_way = self._half_way + 1 if severity >= 0.5 else 0
         self._beyond = self._beyond + 1 if severity >= 1 else 0
-        in_doubt = self._beyond > 0 or 0 < self._half_way <= 10 * self._window
-        if not in_doubt:
-            self.sound_until = self._recent[0][0]
-        return levels if self._beyond == self._length else None
-
-    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
-        """Return the levels, and how far the median has gone: 0 at the reference, 1 at the threshold.
-
-        Args:
-            values: of the last `window` logs.
-            leaving: the value before them; None in the first window.
-        """
-        raise NotImplementedError
+        if not self._beyond and not 0 < self._half_way <= 10 * self._window:
+            self._sound_until = self._steps[-self._window]
+        if self._beyond != self._length:
+            return None
+        return Alarm(self.signal, self.metric, step, median, reference, threshold, self._sound_until)
 
 
-class _RewardDrop(_MedianDetector):
-    """The running median against its best, in units of the gain or level, and of the noise of a single log."""
+def _reward_drop(window: int) -> _Rule:
+    """Judge the running median by its best, in units of the gain or level, and of the noise of a single log."""
+    medians: list[float] = []
 
-    SHARE = 0.3  # of the reward's gain or level
-
-    def __init__(self, window: int):
-        super().__init__(window)
-        self._first: float | None = None
-        self._best = -math.inf
-        self._differences: deque[float] = deque(maxlen=100)
-
-    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
-        median = statistics.median(values)
-        self._first = median if self._first is None else self._first
-        self._best = max(self._best, median)
-        new = values if leaving is None else values[-2:]
-        self._differences.extend(abs(second - first) for first, second in pairwise(new))
+    def judge(values: list[float], median: float) -> _Judgement:
+        medians.append(median)
+        best = max(medians)
+        differences = [abs(second - first) for first, second in pairwise(values[-101:])]
         # The median of |difference| of two normal values is 0.6745 · √2 standard deviations; a trend hardly moves it.
-        noise = statistics.median(self._differences) / (0.6745 * math.sqrt(2))
-        drop = max(self.SHARE * max(self._best - self._first, abs(self._best)), 4 * noise)
-        return (median, self._best, self._best - drop), (self._best - median) / drop if drop > 0 else 0.0
+        noise = statistics.median(differences) / (0.6745 * math.sqrt(2))
+        drop = max(CollapseMonitor.REWARD_SHARE * max(best - medians[0], abs(best)), 4 * noise)
+        return best, best - drop, (best - median) / drop if drop > 0 else 0.0
+
+    return judge
 
 
-class _LevelChange(_MedianDetector):
-    """The running median against the run's own level: up for a `factor` above 1, down for one below.
+def _level_change(window: int, factor: float, bound: float) -> _Rule:
+    """Judge the running median by the run's own level: up for a `factor` above 1, down for one below.
 
     The level is the median of the first window, or of all logs before the last window where that is further from the
-    threshold: an early level that was out of the ordinary, or a long drift, does not hide a change.
-
-    Args:
-        bound: the threshold is at least this far, whatever the level.
+    threshold: an early level that was out of the ordinary, or a long drift, does not hide a change. The threshold is
+    at least at `bound`.
     """
+    nearest, furthest = (min, max) if factor > 1 else (max, min)
+    early: list[float] = []
 
-    def __init__(self, window: int, factor: float, bound: float):
-        super().__init__(window)
-        self._factor = factor
-        self._bound = bound
-        self._early: float | None = None
-        self._past: list[float] = []  # sorted; zeros (no gradient, no measurement) say nothing about a level
+    def judge(values: list[float], median: float) -> _Judgement:
+        if not early and median < _SMALLEST:
+            return 0.0, 0.0, 0.0
+        early.append(median)
+        # Zeros (no gradient, no measurement) say nothing about a level.
+        past = [value for value in values[:-window] if value >= _SMALLEST]
+        usual = statistics.median(past) if len(past) >= window else early[0]
+        reference = nearest(early[0], usual)
+        threshold = furthest(factor * reference, bound)
+        if median < _SMALLEST:
+            return reference, threshold, float(factor < 1)
+        return reference, threshold, math.log(median / reference) / math.log(threshold / reference)
 
-    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
-        if leaving is not None and leaving >= _SMALLEST:
-            insort(self._past, leaving)
-        median = statistics.median(values)
-        if abs(median) < _SMALLEST:
-            median = 0.0
-        if self._early is None:
-            if median <= 0:
-                return (median, 0.0, 0.0), 0.0
-            self._early = median
-        nearest, furthest = (min, max) if self._factor > 1 else (max, min)
-        usual = statistics.median(self._past) if len(self._past) >= self._window else self._early
-        reference = nearest(self._early, usual)
-        threshold = furthest(self._factor * reference, self._bound)
-        if median == 0:
-            severity = 1.0 if self._factor < 1 else 0.0
-        else:
-            severity = math.log(median / reference) / math.log(threshold / reference)
-        return (median, reference, threshold), severity
+    return judge
 
 
-class _Streak(_MedianDetector):
-    """Rings when a condition, which `limit` stands for, has held in `length` successive logs."""
-
-    def __init__(self, length: int, holds: Callable[[float], bool], limit: float):
-        super().__init__(1, length)
-        self._holds = holds
-        self._limit = limit
-
-    def _judge(self, values: list[float], leaving: float | None) -> tuple[_Levels, float]:
-        return (values[0], self._limit, self._limit), float(self._holds(values[0]))
+def _condition(holds: Callable[[float], bool], limit: float) -> _Rule:
+    return lambda values, median: (limit, limit, float(holds(values[-1])))
 
 
 class CollapseMonitor:
@@ -196,9 +158,10 @@ class CollapseMonitor:
         fp16: whether the run trains in float16 with a loss scale, whose search overflows now and then.
 
     Raises:
-        ValueError: a value is out of its range; the message names it.
+        ValueError: `window` is out of its range.
     """
 
+    REWARD_SHARE = 0.3  # of the reward's gain or level
     GRAD_NORM_RISE = 10.0  # factors of a metric's own level
     MISMATCH_RISE = 5.0
     ENTROPY_RISE, ENTROPY_FALL = 3.0, 0.1
@@ -216,20 +179,22 @@ class CollapseMonitor:
         require_number("window", window, Range(least=3, whole=True))
         self._rung: set[str] = set()
         most = math.inf if lambda_max is None else lambda_max
+        medians = {
+            ("reward", "reward"): _reward_drop(window),
+            ("grad_norm", "grad_norm"): _level_change(window, self.GRAD_NORM_RISE, max_grad_norm),
+            **{("mismatch", name): _level_change(window, self.MISMATCH_RISE, 0.0) for name in self.MISMATCH},
+            ("entropy_low", "entropy"): _level_change(window, self.ENTROPY_FALL, self.ENTROPY_LOW),
+            ("entropy_high", "entropy"): _level_change(window, self.ENTROPY_RISE, self.ENTROPY_HIGH),
+        }
         # A log of several steps holds the mean of λ, which is rounded.
-        pinned = _Streak(2 * window, lambda value: value >= most * (1 - 1e-9), most)
-        without_spread = _Streak(2 * window, lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
-        overflow = _Streak(window if fp16 else 1, lambda norm: not math.isfinite(norm), math.inf)
-        self._detectors: list[tuple[str, str, _MedianDetector]] = [
-            ("reward", "reward", _RewardDrop(window)),
-            ("grad_norm", "grad_norm", _LevelChange(window, self.GRAD_NORM_RISE, max_grad_norm)),
-            *(("mismatch", metric, _LevelChange(window, self.MISMATCH_RISE, 0.0)) for metric in self.MISMATCH),
-            ("entropy_low", "entropy", _LevelChange(window, self.ENTROPY_FALL, self.ENTROPY_LOW)),
-            ("entropy_high", "entropy", _LevelChange(window, self.ENTROPY_RISE, self.ENTROPY_HIGH)),
-            ("grad_norm", "grad_norm", overflow),
-            ("lambda", "lagrangian/lambda", pinned),
-            ("no_signal", "frac_reward_zero_std", without_spread),
+        pinned = _condition(lambda value: value >= most * (1 - 1e-9), most)
+        without_spread = _condition(lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
+        self._detectors = [_Detector(*names, rule, window, window) for names, rule in medians.items()] + [
+            _Detector("lambda", "lagrangian/lambda", pinned, 1, 2 * window),
+            _Detector("no_signal", "frac_reward_zero_std", without_spread, 1, 2 * window),
         ]
+        overflow = _condition(lambda norm: not math.isfinite(norm), math.inf)
+        self._overflow = _Detector("grad_norm", "grad_norm", overflow, 1, window if fp16 else 1)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
         """Take the metrics that the trainer logged at an optimizer step; return the signals that ring.
@@ -237,16 +202,15 @@ class CollapseMonitor:
         Metrics that are of no interest are ignored.
         """
         alarms = []
-        for signal, metric, detector in self._detectors:
-            if metrics.get(metric) is None:
+        for detector in (*self._detectors, self._overflow):
+            if metrics.get(detector.metric) is None:
                 continue
-            value = float(metrics[metric])
-            if not math.isfinite(value) and not isinstance(detector, _Streak):
-                continue  # no level; only a streak may wait for such numbers
-            levels = detector.update(step, value)
-            if levels is not None and signal not in self._rung:
-                self._rung.add(signal)
-                alarms.append(Alarm(signal, metric, step, *levels, detector.sound_until))
+            value = float(metrics[detector.metric])
+            # A number that is not finite has no level.
+            alarm = detector.update(step, value) if math.isfinite(value) or detector is self._overflow else None
+            if alarm is not None and alarm.signal not in self._rung:
+                self._rung.add(alarm.signal)
+                alarms.append(alarm)
         return alarms
 
 

@@ -28,10 +28,8 @@ class SurgeDetector:
         The surge is the first step at which the running median over 9 steps, centred on it, reaches 2 × the median of
         the up to 80 steps before those 9.
 
-    Spikes of up to 4 steps in a row do not move a median over 9; in return, a surge is known 4 steps after it
-    happened. The baseline of 80 steps follows a slow drift, and stays at the old level while the length rises. The
-    factor 2 is the geometric middle between no change and the paper's 4-fold. docs/learning_rate.md has what the rule
-    finds on synthetic curves, and its limits.
+    A surge is known 4 steps after it happened. docs/learning_rate.md has what the rule finds on synthetic curves, and
+    its limits.
 
     Attributes:
         step: number of updates so far, which is the 1-based step of the last one.
@@ -89,9 +87,8 @@ class LengthDecaySchedule(LRScheduler):
     *Reactive form*: leave ``decay_period`` at None and pass the mean response length of every step to
     :meth:`observe`. Once the lengths have surged at step s, the period becomes 1.8 · s, rounded.
 
-    *Setting the period later*: ``decay_period`` may be set once, at any time. Halvings fall on the multiples of the
-    period, counted from the first optimizer step; multiples up to the step that comes next are left out. So the
-    assignment does not move the rate.
+    ``decay_period`` may be set once, at any time. Halvings fall on the multiples of the period, counted from the first
+    optimizer step; multiples up to the step that comes next are left out.
 
     Call :meth:`step` once per optimizer step, as the trainers of Transformers and TRL do. In a loop of your own, do
     not give the schedule to ``Accelerator.prepare``: its wrapper steps once per *process*.
@@ -123,8 +120,6 @@ class LengthDecaySchedule(LRScheduler):
     @decay_period.setter
     def decay_period(self, period: int) -> None:
         require_number("decay_period", period, COUNT)
-        if self._decay_period is not None:
-            raise ValueError(f"decay_period={self._decay_period} is set already: make a new schedule for another one.")
         self._decay_period = period
         self._passed = (self.last_epoch + 1) // period
 
@@ -179,15 +174,12 @@ class LengthDecayCallback(TrainerCallback):
     """Trains at the length-decay rate of arXiv 2602.01826: `trainer.add_callback(LengthDecayCallback(trainer))`.
 
     The trainer, ours or any of TRL's that logs `completions/mean_length`, gets a [`LengthDecaySchedule`] in place of
-    the scheduler that `lr_scheduler_type` names. It is stepped, logged, saved (`scheduler.pt`, with the detector's
-    state) and resumed as the trainer's own.
+    the scheduler that `lr_scheduler_type` names.
 
     Without `decay_period`, the schedule observes the response lengths that the trainer logs, and the period becomes
     1.8 × the step of their surge. Use `logging_steps=1`. A log of several steps holds their mean, which stands for
     each of them: the surge is then known to within `logging_steps`, and from 5 on one extreme batch can look like it.
-
-    The period is logged once, as `length_decay/period` in a row of its own, and the surge that it comes from with it,
-    as `length_decay/surge_step`.
+    The period is logged once, as `length_decay/period`, and the surge that it comes from as `length_decay/surge_step`.
 
     Args:
         trainer (`Trainer`): a trainer that has not trained yet, and has no scheduler of yours.

@@ -8,11 +8,11 @@ Train on the result: `dc-trl train --dataset_name data/dapo/train.parquet --prom
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, parse_benchmark
-from ..data.cleaning import clean
+from ..data.cleaning import clean, count_reasons, print_cleaning
 from ..data.dapo import DAPO, load_dapo
 from ..files import write_text
 from ..settings.command_line import OptionParser, refused_in_one_line
@@ -46,12 +46,13 @@ def main(words: Sequence[str] | None = None) -> None:
             raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
         files = dict(map(parse_benchmark, arguments.benchmarks))
         rows = load_dapo(arguments.file, arguments.prompt_column, arguments.answer_column)
-        kept, report = clean(rows, {name: load_benchmark(name, file) for name, file in files.items()})
+        kept, dropped = clean(rows, {name: load_benchmark(name, file) for name, file in files.items()})
         sources = {"problems": arguments.file or str(DAPO)}
         sources |= {name: file or str(BENCHMARKS[name]) for name, file in files.items()}
         output.mkdir(parents=True)
         kept.to_parquet(output / TRAIN_FILE)
-        content = {"sources": sources, "counts": report.counts, **asdict(report)}
+        content: dict[str, Any] = {"sources": sources, "counts": count_reasons(dropped)}
+        content |= {"rows": len(rows), "kept": len(kept), "dropped": dropped}
         write_text(output / REPORT_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    report.print()
+    print_cleaning(len(rows), dropped)
     print(f"{TRAIN_FILE} and {REPORT_FILE} are in {output}")

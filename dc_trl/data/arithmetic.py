@@ -1,6 +1,7 @@
 """Two-digit arithmetic with worked steps: a task that a tiny model can half do, and learn to do better."""
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,23 +39,14 @@ def sample_problem(rng: random.Random) -> Problem:
 
 
 def _worked(first: int, operator: str, second: int) -> Problem:
-    operation: Callable[[int, int], int] = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[operator]
-    answer = operation(first, second)
-    digits = [int(digit) for digit in reversed(str(first))]
+    answer = {"+": first + second, "-": first - second, "*": first * second}[operator]
     steps, carry = [], 0
-    if operator == "*":
-        for digit in digits:
-            value = digit * second + carry
-            steps.append(f"{digit}*{second}+{carry}={value}")
-            carry = value // 10
-    else:
-        others = [int(digit) for digit in reversed(str(second))]
-        for digit, other in zip(digits, others, strict=True):
-            value = operation(operation(digit, other), carry)
-            steps.append(f"{digit}{operator}{other}{operator}{carry}={value}")
-            carry = value // 10 if operator == "+" else int(value < 0)
-    solution = "".join(f"{step};" for step in steps) + f"\\boxed{{{answer}}}"
-    return Problem(f"{first}{operator}{second}=?", str(answer), solution)
+    others = itertools.repeat(str(second)) if operator == "*" else reversed(str(second))
+    for digit, other in zip(map(int, reversed(str(first))), map(int, others), strict=False):
+        value = {"+": digit + other + carry, "-": digit - other - carry, "*": digit * other + carry}[operator]
+        steps.append(f"{digit}{operator}{other}{'-' if operator == '-' else '+'}{carry}={value};")
+        carry = int(value < 0) if operator == "-" else value // 10
+    return Problem(f"{first}{operator}{second}=?", str(answer), f"{''.join(steps)}\\boxed{{{answer}}}")
 
 
 def is_held_out(question: str) -> bool:

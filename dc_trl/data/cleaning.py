@@ -2,15 +2,14 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
 
 from ..grading import is_gradable
 from ..records.tables import print_table
-from .contamination import Overlap, find_overlaps, problem_key
+from .contamination import find_overlaps, problem_key
 from .sources import FEATURES
 
 
@@ -31,37 +30,20 @@ REASONS = (
 _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\ufffd]")
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """A row that was left out, and why; `detail` names the benchmark problems, the row kept, or the answers."""
-
-    id: str
-    reason: str
-    detail: str = ""
+def print_cleaning(rows: int, dropped: Sequence[Mapping[str, str]]) -> None:
+    """Print how many of so many rows were left out, by reason, and how many were kept."""
+    left_out = {f"left out: {reason}": count for reason, count in count_reasons(dropped).items()}
+    lines = {"rows": rows} | left_out | {"kept": rows - len(dropped)}
+    print_table(("rows", ""), [(label, f"{count:,}") for label, count in lines.items()], "Cleaning")
 
 
-@dataclass(frozen=True)
-class Report:
-    """What cleaning found: the number of rows, of those that were kept, and the others."""
-
-    rows: int
-    kept: int
-    dropped: list[Dropped]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Rows left out, by reason, in the order in which the reasons are asked."""
-        counts = Counter(row.reason for row in self.dropped)
-        return {reason: counts[reason] for reason in REASONS}
-
-    def print(self) -> None:
-        """Print the counts as a table."""
-        left_out = {f"left out: {reason}": count for reason, count in self.counts.items()}
-        lines = {"rows": self.rows} | left_out | {"kept": self.kept}
-        print_table(("rows", ""), [(label, f"{count:,}") for label, count in lines.items()], "Cleaning")
+def count_reasons(dropped: Iterable[Mapping[str, str]]) -> dict[str, int]:
+    """Return how many rows were left out, by reason, in the order in which the reasons are asked."""
+    counts = Counter(row["reason"] for row in dropped)
+    return {reason: counts[reason] for reason in REASONS}
 
 
-def clean(rows: Dataset, benchmarks: Mapping[str, Dataset] | None = None) -> tuple[Dataset, Report]:
+def clean(rows: Dataset, benchmarks: Mapping[str, Dataset] | None = None) -> tuple[Dataset, list[dict[str, str]]]:
     """Keep training problems that can be graded, that occur once, and that no benchmark holds, in their order.
 
     Where one problem has several answers nobody can say which is right, and all its rows go.
@@ -71,15 +53,18 @@ def clean(rows: Dataset, benchmarks: Mapping[str, Dataset] | None = None) -> tup
         benchmarks: by name, with the same columns; None: no decontamination.
 
     Returns:
-        (the rows that are left, the report).
+        (the rows that are left; of each other its `id`, the `reason`, and as `detail` the benchmark problems, the row
+        kept, or the answers).
     """
     left: dict[int, dict[str, Any]] = {}
-    dropped: dict[int, Dropped] = {}
+    dropped: dict[int, tuple[str, str]] = {}
     overlaps = find_overlaps(rows["problem"], benchmarks or {})
     for number, (row, overlap) in enumerate(zip(rows, overlaps, strict=True)):
         plain = row | {column: row[column].replace("\r\n", "\n").strip() for column in ("problem", "answer")}
-        if fault := _fault(plain["problem"], plain["answer"], overlap):
-            dropped[number] = Dropped(row["id"], *fault)
+        if overlap is not None:
+            dropped[number] = f"benchmark, {overlap[0]}", overlap[1]
+        elif fault := _fault(plain["problem"], plain["answer"]):
+            dropped[number] = fault
         else:
             left[number] = plain
     keys = {number: problem_key(row["problem"]) for number, row in left.items()}
@@ -90,22 +75,18 @@ def clean(rows: Dataset, benchmarks: Mapping[str, Dataset] | None = None) -> tup
         first.setdefault(keys[number], row["id"])
     for number, key in keys.items():
         if len(answers[key]) > 1:
-            dropped[number] = Dropped(left.pop(number)["id"], "conflicting answers", " | ".join(sorted(answers[key])))
+            dropped[number] = "conflicting answers", " | ".join(sorted(answers[key]))
         elif first[key] != left[number]["id"]:
-            dropped[number] = Dropped(left.pop(number)["id"], "duplicate", first[key])
-    kept = Dataset.from_list(list(left.values()), features=FEATURES)
-    return kept, Report(len(rows), len(kept), [dropped[number] for number in sorted(dropped)])
+            dropped[number] = "duplicate", first[key]
+    kept = [row for number, row in left.items() if number not in dropped]
+    reasons = [{"id": rows[n]["id"], "reason": reason, "detail": why} for n, (reason, why) in sorted(dropped.items())]
+    return Dataset.from_list(kept, features=FEATURES), reasons
 
 
-def _fault(problem: str, answer: str, overlap: Overlap | None) -> tuple[str, str] | None:
+def _fault(problem: str, answer: str) -> tuple[str, str] | None:
     """Return the reason to leave a row out that lies in the row itself, and its detail; None where there is none."""
-    if overlap is not None:
-        phrase = f": {overlap.phrase}" if overlap.phrase else ""
-        return f"benchmark, {overlap.kind}", " ".join(overlap.ids) + phrase
     if not problem:
         return "no problem", ""
     if _CONTROL.search(problem + answer):
         return "control characters", ""
-    if not answer or not is_gradable(answer):
-        return "gold answer cannot be parsed", answer
-    return None
+    return None if answer and is_gradable(answer) else ("gold answer cannot be parsed", answer)

@@ -4,8 +4,6 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from datasets import Dataset
 
@@ -14,19 +12,10 @@ from datasets import Dataset
 FEWEST_WORDS = 4
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """What a training problem shares with benchmarks: `ids` of their problems, and the rarest shared n-gram."""
-
-    kind: Literal["exact", "n-gram"]
-    ids: tuple[str, ...]
-    phrase: str = ""
-
-
 def find_overlaps(
     problems: Sequence[str], benchmarks: Mapping[str, Dataset], ngram: int = 13, common: int = 10
-) -> list[Overlap | None]:
-    """Return the overlap of each training problem with the benchmarks, None where there is none.
+) -> list[tuple[str, str] | None]:
+    """Return how each training problem overlaps with the benchmarks, and with which problems; None where it does not.
 
     *Exact*: the two have one `problem_key`. *n-gram*: ``ngram`` words in a row are shared; of a benchmark problem with
     fewer words, all of them. An n-gram in more than ``common`` different training problems is a turn of phrase ("where
@@ -38,6 +27,9 @@ def find_overlaps(
         benchmarks: data sets with columns `id` and `problem`.
         ngram: words in a row, at least 4.
         common: training problems that may share an n-gram before it is a turn of phrase, at least 1.
+
+    Returns:
+        `exact` or `n-gram`, and the ids of the benchmarks' problems, with the rarest n-gram that is shared.
     """
     exact: dict[str, list[str]] = defaultdict(list)  # ids of benchmark problems, by the key of the whole problem
     known: dict[str, set[str]] = defaultdict(set)  # the same ids, by the word sequences that a problem holds
@@ -53,19 +45,22 @@ def find_overlaps(
             for gram in grams:
                 known[gram].add(problem_id)
     keys = [problem_key(problem) for problem in problems]
-    shared = [_shared_phrases(words(problem), ngram, known, short) for problem in problems]
+    shared = []
+    for problem in problems:
+        text = f" {' '.join(words(problem))} "
+        shared.append((_grams(words(problem), ngram) & known.keys()) | {whole for whole in short if whole in text})
     # Copies of one problem make no turn of phrase: only the first of them counts.
     distinct = dict(zip(reversed(keys), reversed(shared), strict=True))
     spread = Counter(phrase for phrases in distinct.values() for phrase in phrases)
-    overlaps: list[Overlap | None] = []
+    overlaps: list[tuple[str, str] | None] = []
     for key, phrases in zip(keys, shared, strict=True):
         telling = [phrase for phrase in phrases if spread[phrase] <= common]
         if key in exact:
-            overlaps.append(Overlap("exact", tuple(exact[key])))
+            overlaps.append(("exact", " ".join(exact[key])))
         elif telling:
             ids = set().union(*(known[phrase] for phrase in telling))
             rarest = min(telling, key=lambda phrase: (spread[phrase], phrase))
-            overlaps.append(Overlap("n-gram", tuple(sorted(ids)), rarest.strip()))
+            overlaps.append(("n-gram", f"{' '.join(sorted(ids))}: {rarest.strip()}"))
         else:
             overlaps.append(None)
     return overlaps
@@ -93,12 +88,6 @@ def _tells_apart(character: str) -> bool:
 def _fold(text: str) -> str:
     # Case folding can undo the normal form, so once more.
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-
-
-def _shared_phrases(sequence: list[str], ngram: int, known: Mapping[str, set[str]], short: set[str]) -> set[str]:
-    """Return the word sequences of a problem that benchmarks hold too."""
-    text = f" {' '.join(sequence)} "
-    return (_grams(sequence, ngram) & known.keys()) | {whole for whole in short if whole in text}
 
 
 def _grams(sequence: list[str], size: int) -> set[str]:

@@ -74,14 +74,8 @@ class Source:
         Raises:
             ValueError: the rows cannot be loaded, or a field is missing.
         """
-        if file is not None:
-            rows = load_rows(file, field="file")
-        else:
-            try:
-                rows = load_rows(self.hub_id, self.config, self.split, self.revision)
-            except ValueError as error:
-                raise ValueError(f"{error} Without a network, give a local file.") from error
-        return [self.convert(row) for row in rows]
+        hub = (self.hub_id, self.config, self.split, self.revision)
+        return [self.convert(row) for row in (load_rows(file, field="file") if file else load_rows(*hub))]
 
 
 def field_of(row: Row, *names: str) -> Any:

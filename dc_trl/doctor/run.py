@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import append_text, open_in_place
-from ..records.started import installed_version
+from ..records.machine import installed_version
 from ..serving.guard import temporary_folder
 from ..settings.secrets import HIDDEN, is_secret_name, without_secrets
 

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from ..files import append_text
-from ..records.started import cpu_name
+from ..records.machine import cpu_name
 from ..settings.command_line import leave_on_sigterm
 from .run import Check, Setup
 

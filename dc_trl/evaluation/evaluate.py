@@ -138,7 +138,6 @@ def evaluate(
 
     bar = tqdm(total=len(missing), unit="sample", desc=f"{model} {scheme}", disable=not progress)
     with Grader(grading_processes) as grader, bar:
-        grader.start()  # before sampling, because the workers' imports would delay an engine on the same cores
         try:
             for item in engine.sample([request for *_, request in missing], sampling):
                 finished.append(item)

@@ -1,19 +1,19 @@
 """Grading in worker processes, each answer within limits of time and memory.
 
-Each worker has a thread that hands it one answer after another. Not by a library: multiprocessing, and with it pebble,
-starts workers that import the user's script again (and PyTorch, which is larger than the limit of memory).
+Not by a library: multiprocessing, and with it pebble, starts workers that import the user's script again (and PyTorch,
+which is larger than the limit of memory).
 """
 
 import json
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
@@ -24,7 +24,6 @@ from .text import MAX_ANSWER, extract_answer, squash
 
 logger = logging.getLogger(__name__)
 
-_TOGETHER = 4  # answers that go to one worker: those to one gold, which it parses once
 OUT_OF_MEMORY = 3  # exit code of a worker
 
 _Job = tuple[str, Gold]
@@ -45,20 +44,14 @@ class _Worker:
             process_group=0,  # Ctrl-C is for this process; its end is the worker's
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
         )
-        self._is_ready = False
-
-    def wait_until_ready(self) -> None:
-        """Raise a RuntimeError if the process does not start."""
-        if not self._is_ready and not self._ask():
+        if not self._ask():
             raise RuntimeError(
                 f"a grading worker ended with code {self.process.wait()} before it was ready: see its error above, "
                 f"check that {sys.executable} can import math_verify, and raise memory_limit if it ran out."
             )
-        self._is_ready = True
 
     def grade(self, job: _Job) -> Verdict | str:
         """Return the verdict on an answer, or why there is none; the worker has ended if it was late or crashed."""
-        self.wait_until_ready()
         if line := self._ask(json.dumps([job[0], astuple(job[1])]) + "\n"):
             reply = json.loads(line)
             return reply if isinstance(reply, str) else Verdict(*reply)
@@ -83,7 +76,7 @@ class Grader:
     """Grades completions in worker processes: in parallel, and no answer costs more than its limits.
 
     Workers start with the first answers and end with [`close`], with the `with` block, or with this process, however
-    it ends. May be used from any thread, and after a fork, where the child gets workers of its own.
+    it ends. After a fork the child gets workers of its own.
 
     Args:
         processes: number of workers, at least 1; None: as many as there are cores, at most 8.
@@ -102,9 +95,8 @@ class Grader:
         self.time_limit = time_limit
         self.memory_limit = memory_limit
         self.failures: Counter[str] = Counter()
-        self._workers: dict[int, _Worker] = {}  # by the number of the thread that it serves
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         self._owner = os.getpid()
-        self._lock = threading.Lock()  # of one call at a time
 
     def __enter__(self) -> "Grader":
         return self
@@ -112,21 +104,10 @@ class Grader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def start(self) -> None:
-        """Start the workers and wait until they are ready; `grade` starts them as it needs them.
-
-        Raises:
-            RuntimeError: a worker cannot start.
-        """
-        with self._lock:
-            for worker in [self._worker(number) for number in range(self.processes)]:
-                worker.wait_until_ready()
-
     def close(self) -> None:
         """End the workers. Grading again starts new ones."""
-        with self._lock:
-            while self._workers:
-                self._workers.popitem()[1].close()
+        while not self._idle.empty():
+            self._idle.get().close()
 
     def grade(self, completions: Sequence[str], golds: Sequence[Gold]) -> list[Verdict]:
         """Verdicts in the order of the completions. Equal answers to the same gold are graded once.
@@ -135,51 +116,31 @@ class Grader:
             ValueError: there are not as many golds as completions.
             RuntimeError: a worker cannot start.
         """
-        if len(completions) != len(golds):
-            raise ValueError(
-                f"golds holds {len(golds)} answers for {len(completions)} completions: give one for each."
-            )
+        if self._owner != os.getpid():  # in a forked child: the workers are the parent's
+            self._owner, self._idle = os.getpid(), queue.LifoQueue()
         answers = [extract_answer(completion) for completion in completions]
         # No box is wrong as an empty box is, but only a worker can tell whether the gold can be graded.
         jobs = [((answer or "")[: MAX_ANSWER + 1], gold) for answer, gold in zip(answers, golds, strict=True)]
-        # Answers to the same gold go out together: the worker that has parsed one parses the next in half the time.
-        first = {gold: row for row, gold in reversed(list(enumerate(golds)))}
-        with self._lock:
-            if self._owner != os.getpid():  # in a forked child: the workers are the parent's
-                self._owner, self._workers = os.getpid(), {}
-            verdicts = self._run(sorted(set(jobs), key=lambda job: (first[job[1]], job[0])))
+        with ThreadPoolExecutor(self.processes, "dc_trl-grading") as threads:
+            # After an error or Ctrl-C, what is in hand ends within its limit of time, and the rest is cancelled.
+            once = list(dict.fromkeys(jobs))
+            verdicts = dict(zip(once, threads.map(self._grade, once), strict=True))
         return [
             verdicts[job] if answer is not None else Verdict(verdicts[job].correct, None)
             for job, answer in zip(jobs, answers, strict=True)
         ]
 
-    def _worker(self, number: int) -> _Worker:
-        if number not in self._workers:
-            self._workers[number] = _Worker(self.time_limit, self.memory_limit)
-        return self._workers[number]
-
-    def _run(self, jobs: Sequence[_Job]) -> dict[_Job, Verdict]:
-        waiting = deque(jobs[start : start + _TOGETHER] for start in range(0, len(jobs), _TOGETHER))
-        verdicts: dict[_Job, Verdict] = {}
-
-        def serve(number: int) -> None:
-            while waiting:
-                with suppress(IndexError):  # another thread took the last
-                    for job in waiting.popleft():
-                        worker = self._worker(number)
-                        reply = worker.grade(job)
-                        verdicts[job] = reply if isinstance(reply, Verdict) else self._count(job, reply)
-                        if worker.process.returncode is not None:
-                            self._workers.pop(number).close()
-
-        with ThreadPoolExecutor(self.processes, "dc_trl-grading") as threads:
-            try:
-                served = [threads.submit(serve, number) for number in range(min(self.processes, len(waiting)))]
-                for done in as_completed(served):
-                    done.result()
-            finally:
-                waiting.clear()  # after an error or Ctrl-C, what is in hand ends within its limit of time
-        return verdicts
+    def _grade(self, job: _Job) -> Verdict:
+        try:
+            worker = self._idle.get_nowait()
+        except queue.Empty:
+            worker = _Worker(self.time_limit, self.memory_limit)
+        reply = worker.grade(job)
+        if worker.process.returncode is None:
+            self._idle.put(worker)
+        else:
+            worker.close()
+        return reply if isinstance(reply, Verdict) else self._count(job, reply)
 
     def _count(self, job: _Job, reason: str) -> Verdict:
         """Return the verdict on an answer that could not be graded: wrong."""

@@ -1,78 +1,68 @@
-"""The model card: what the Hub shows of a run. The texts are the Jinja templates in this folder."""
+"""The model card: TRL's, with what a run says of its constraint and of its policy as it is deployed."""
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
-from importlib.metadata import version
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from huggingface_hub import ModelCard
 from transformers import Trainer
-from trl.trainer.utils import get_config_model_id
 
 from ..config import DCGRPOConfig
+from ..constraint.settings import ConstraintSettings
 from ..files import write_text
 from ..records import runs
-from ..records.tables import with_error
-from ..settings.paths import is_path
+from ..records.tables import markdown_table
 
 
 CARD_FILE = "README.md"
-UNKNOWN_REPOSITORY = "OWNER/MODEL"  # in a card whose repository is not known yet
-
 # Prefixes of fields that have no effect without a constraint.
 _OF_A_CONSTRAINT = ("constraint_form", "discrepancy_tolerance", "discrepancy_margin", "dual_", "lambda_")
+_METHODS = {
+    "none": "GRPO with the discrepancy of DC-GRPO {} measured and not constrained.",
+    "static": "Dual-GRPO {}: the discrepancy is penalised with a fixed multiplier λ.",
+    "lagrangian": "DC-GRPO {}: the discrepancy is constrained with a Lagrange multiplier λ.",
+}
+_PAPER = "([arXiv 2606.08779](https://huggingface.co/papers/2606.08779))"
+_SERVE = """### Serve it as it was trained
+
+`deployment/` is the checkpoint that sampled:
+
+```bash
+hf download {repository} --include "deployment/*" --local-dir model
+vllm serve model/deployment
+```
+"""
 
 
-def write_run_card(trainer: Trainer, model_name: str | None, dataset_name: str | None, tags: Iterable[str]) -> None:
-    """Write the card of a run into its output directory, from the files of the run.
-
-    Args:
-        trainer: trainer of the run.
-        model_name: name in the title; by default that of the output directory.
-        dataset_name: training data: a Hub id, a path or a name.
-        tags: tags of the model.
-
-    Raises:
-        ValueError: the summary or the history of the run cannot be read; the message names the file.
-    """
+def complete_card(trainer: Trainer) -> None:
+    """Add the run to the card that TRL has written into its output directory, from the files of the run."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
-    repo_id = trainer.hub_model_id or UNKNOWN_REPOSITORY
-    loaded = get_config_model_id(trainer.model.config) or ""
-    given = args.hub_base_model_id if isinstance(args, DCGRPOConfig) else None
-    base_model = given or loaded
-    if dataset_name is not None and hub_dataset(dataset_name) is None:
-        dataset_name = Path(dataset_name).name  # a card must not show directories
-    summary = runs.read_summary(folder)
-    measured = _measured(folder, args, summary)
-    data = ModelCardData(
-        base_model=base_model if base_model and not is_path(base_model) else None,
-        datasets=hub_dataset(dataset_name),
-        library_name="transformers",
-        model_name=model_name or folder.absolute().name,
-        pipeline_tag="text-generation",
-        tags=sorted({"generated_from_trainer", *tags}),
+    card = ModelCard.load(folder / CARD_FILE)
+    card.data.pipeline_tag = "text-generation"
+    base = args.hub_base_model_id if isinstance(args, DCGRPOConfig) else None
+    card.data.base_model = base or card.data.base_model
+    known = f"[{base}](https://huggingface.co/{base})" if base else "a model that is not on the Hub"
+    repository = trainer.hub_model_id or "OWNER/MODEL"
+    text = card.text.replace("[None](https://huggingface.co/None)", known)
+    parts = [text.replace('model="None"', f'model="{repository}"'), "## The run"]
+    parts.append(
+        f"{_METHODS[args.constraint].format(_PAPER)} The discrepancy δ of a token is the difference between the "
+        "probabilities that the training engine and the sampling engine give it; δ̄ is its mean over a batch."
     )
-    rendered = _render(
-        "model_card.md.jinja",
-        data=data,
-        repo_id=repo_id,
-        base_model=Path(base_model).name,
-        dataset_name=dataset_name,
-        # A prompt of other data may be private.
-        question="40*5=?" if dataset_name == "arithmetic" else "A question like those that it was trained on",
-        conversational=trainer.processing_class.chat_template is not None,
-        constraint=args.constraint,
-        settings=constraint_settings(args),
-        summary=summary,
-        measured=measured,
-        deployed=(folder / runs.DEPLOYMENT_FOLDER / "config.json").is_file(),
-        names=runs,
-        files={path.name for path in folder.iterdir()},
-    )
-    write_text(folder / CARD_FILE, rendered)
+    history = folder / runs.HISTORY_FILE
+    if rows := runs.outcome(runs.Run("", runs.read_history(history))) if history.is_file() else []:
+        parts.append(markdown_table(("", "first", "last"), rows))
+        parts.append("Greedy reward: of the deployed policy, ± one standard error over held-out problems.")
+    if (folder / runs.FIGURE_FILE).is_file():
+        alt = "Mean reward, batch discrepancy with its tolerance, and the multiplier over the steps"
+        parts.append(f"![{alt}]({runs.FIGURE_FILE})")
+    settings = constraint_settings(args)
+    parts.append(markdown_table(("setting", "value"), [(f"`{name}`", str(value)) for name, value in settings.items()]))
+    if (folder / runs.DEPLOYMENT_FOLDER / "config.json").is_file():
+        parts.append(_SERVE.format(repository=repository))
+    card.text = "\n\n".join(parts)
+    write_text(folder / CARD_FILE, str(card))
 
 
 def hub_dataset(name: str | None) -> str | None:
@@ -81,41 +71,12 @@ def hub_dataset(name: str | None) -> str | None:
 
 
 def constraint_settings(args: Any) -> dict[str, Any]:
-    """Return the fields that DC-GRPO adds to TRL's, if they are set and have an effect on the training.
+    """Return the settings of the constraint that are set and have an effect on the training.
 
     Args:
         args: a `DCGRPOConfig` or an `AsyncDCGRPOConfig`.
     """
-    theirs = {
-        field.name
-        for base in type(args).__mro__
-        if is_dataclass(base) and base.__module__.partition(".")[0] in ("transformers", "trl")
-        for field in fields(base)
-    }
-    not_shown = ("vllm_", "hub_", *(_OF_A_CONSTRAINT if args.constraint == "none" else ()))
-    names = [field.name for field in fields(args) if field.name not in theirs | {"weight_sync", "weight_sync_dir"}]
+    names = (field.name for field in fields(ConstraintSettings))
+    not_shown = _OF_A_CONSTRAINT if args.constraint == "none" else ()
     values = {name: getattr(args, name) for name in names if not name.startswith(not_shown)}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _render(template: str, **facts: Any) -> str:
-    # Markdown is not escaped as HTML is, so the templates quote a user's names as code.
-    environment = Environment(loader=PackageLoader("dc_trl", "hub"), undefined=StrictUndefined, trim_blocks=True)
-    environment.globals |= {"version": version, "with_error": with_error}
-    environment.filters |= {
-        "code": lambda text: f"`{' '.join(text.replace('`', ' ').split())}`",
-        "cell": lambda text: text.replace("|", r"\|"),
-    }
-    return environment.get_template(template).render(facts)
-
-
-def _measured(folder: Path, args: Any, summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return reward, discrepancy and λ at two named times, from the summary, or else from the history."""
-    if summary:
-        multiplier = {"before": args.lambda_init, "after": summary.get("lambda")} if args.constraint != "none" else {}
-        return [(when, {**summary.get(when, {}), "lambda": multiplier.get(when)}) for when in ("before", "after")]
-    path = folder / runs.HISTORY_FILE
-    rows = [row for row in runs.read_history(path) if "discrepancy/mean" in row] if path.is_file() else []
-    names = {"reward": "reward", "discrepancy": "discrepancy/mean", "lambda": "lagrangian/lambda"}
-    ends = [rows[0], rows[-1]] if rows else []
-    return [(f"step {row['step']}", {name: row.get(key) for name, key in names.items()}) for row in ends]

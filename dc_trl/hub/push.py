@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import trainer as transformers_trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import logging
 
-from ..config import DCGRPOConfig, HubDeployment
+from ..config import DCGRPOConfig
 from ..files import read_text
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
 from ..version import __version__
@@ -70,41 +69,30 @@ def run_files(folder: str | Path, deployment: bool = True) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in files)
 
 
-@dataclass(frozen=True)
 class HubClient:
     """The client with which a run pushes; it takes the place of transformers' own.
 
     Args:
-        api: client of the Hub, with a token that may write. Its jobs in the background run one after the other.
-        deployment: where the deployment checkpoint goes: `"subfolder"` `deployment/`, or `"none"`.
-        revision: branch to push to, which is created if it is missing; by default the main one.
-        base_model: Hub id of the model that an adapter adapts, if it was loaded from a directory.
+        args: of the run. Without a token the environment's is used.
     """
 
-    api: HfApi
-    deployment: HubDeployment
-    revision: str | None
-    base_model: str | None = None
-
-    @classmethod
-    def of(cls, args: DCGRPOConfig) -> "HubClient":
-        """Return the client that the settings of a run describe; without a token the environment's is used."""
-        api = HfApi(token=args.hub_token or None, library_name="dc_trl", library_version=__version__)
-        return cls(api, args.hub_deployment, args.hub_revision, args.hub_base_model_id)
+    def __init__(self, args: DCGRPOConfig):
+        self._args = args
+        self._api = HfApi(token=args.hub_token or None, library_name="dc_trl", library_version=__version__)
+        self._with_deployment = args.hub_deployment == "subfolder"
 
     @contextmanager
-    def pushing(self, args: TrainingArguments, deployment: bool = True) -> Iterator[None]:
+    def pushing(self, deployment: bool = True) -> Iterator[None]:
         """Make transformers push with this client, with the deployment checkpoint or without.
 
         transformers has no public place for a client, or for a choice of files: its `push_to_hub` and
-        `_push_from_checkpoint` take the client from this function of their module. Overriding both whole would copy
-        them, and lean on more private names (`_finish_current_push`, `PushInProgress`).
+        `_push_from_checkpoint` take the client from this function of their module.
         """
-        client = self if deployment else replace(self, deployment="none")
         original = transformers_trainer.hf_api
-        transformers_trainer.hf_api = lambda: client
+        transformers_trainer.hf_api = lambda: self
+        self._with_deployment = deployment and self._args.hub_deployment == "subfolder"
         try:
-            with without_token(args):
+            with without_token(self._args):
                 yield
         finally:
             transformers_trainer.hf_api = original
@@ -118,11 +106,11 @@ class HubClient:
             HubError: there is no token, or it may not write there, or the Hub cannot be reached.
         """
         with _explained(repo_id):
-            url = self.api.create_repo(repo_id, token=token, private=private, exist_ok=exist_ok)
+            url = self._api.create_repo(repo_id, token=token, private=private, exist_ok=exist_ok)
             # An existing repository may belong to someone else.
-            self.api.auth_check(url.repo_id, token=token, write=True)
-            if self.revision is not None:
-                self.api.create_branch(url.repo_id, branch=self.revision, token=token, exist_ok=True)
+            self._api.auth_check(url.repo_id, token=token, write=True)
+            if self._args.hub_revision is not None:
+                self._api.create_branch(url.repo_id, branch=self._args.hub_revision, token=token, exist_ok=True)
         return url
 
     def upload_folder(
@@ -137,55 +125,39 @@ class HubClient:
         run_as_future: bool = False,
         **options: Any,
     ) -> CommitInfo | Future:
-        """Push a run, or with `path_in_repo` one of its checkpoints, in one commit.
+        """Push a run, or with `path_in_repo` one of its checkpoints, in one commit; as `HfApi.upload_folder`.
 
-        The Hub's client does not send again what the Hub has, so a repeated push sends only what is missing. Settings
-        and configurations are sent without directories of this machine.
-
-        Args:
-            repo_id: repository of the model.
-            folder_path: output directory of the run, or directory of the checkpoint.
-            commit_message: title of the commit.
-            path_in_repo: folder for a checkpoint; the checkpoint replaces what is in it.
-            revision: branch; by default that of this client.
-            token: token of this push; by default that of `api`.
-            run_as_future: whether to push in the background.
-            **options: transformers' choice of files, which has no effect.
-
-        Returns:
-            The commit to `repo_id`, or with `run_as_future` its future.
+        Settings and configurations are sent without directories of this machine. transformers' choice of files, in
+        `options`, has no effect.
 
         Raises:
             HubError: the Hub refused, or the connection was lost more often than the client tries again.
         """
-        folder, revision = Path(folder_path), revision or self.revision
+        folder, revision = Path(folder_path), revision or self._args.hub_revision
         # The files are listed now, since a push in the background may begin later.
         if path_in_repo is None:
-            files = run_files(folder, self.deployment == "subfolder")
+            files, prefix = run_files(folder, self._with_deployment), ""
             # Shards of an earlier push, which may have had other names, would be loaded as the model's weights.
-            replaced = [*_WEIGHTS, *([f"{DEPLOYMENT_FOLDER}/*"] if self.deployment == "subfolder" else [])]
+            replaced = [*_WEIGHTS, *([f"{DEPLOYMENT_FOLDER}/*"] if self._with_deployment else [])]
         else:
             found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-            files = sorted(filter_repo_objects(found, ignore_patterns=_NOT_TO_RESUME))
+            files, prefix = sorted(filter_repo_objects(found, ignore_patterns=_NOT_TO_RESUME)), f"{path_in_repo}/"
             replaced = [f"{path_in_repo}/*"]
 
         def send() -> CommitInfo:
             with _explained(repo_id):
-                prefix = "" if path_in_repo is None else f"{path_in_repo}/"
                 added = {prefix + name: self._content(folder / name) for name in files}
-                there = self.api.list_repo_files(repo_id, revision=revision, token=token)
+                there = self._api.list_repo_files(repo_id, revision=revision, token=token)
                 old = [name for name in filter_repo_objects(there, allow_patterns=replaced) if name not in added]
-                return self.api.create_commit(
-                    repo_id,
-                    [*map(CommitOperationDelete, old), *(CommitOperationAdd(*each) for each in added.items())],
-                    commit_message=commit_message,
-                    revision=revision,
-                    token=token,
+                operations: list[Any] = [CommitOperationDelete(name) for name in old]
+                operations += [CommitOperationAdd(name, content) for name, content in added.items()]
+                return self._api.create_commit(
+                    repo_id, operations, commit_message=commit_message, revision=revision, token=token
                 )
 
         if not run_as_future:
             return send()
-        future = self.api.run_as_future(send)
+        future = self._api.run_as_future(send)
         future.add_done_callback(_warn_of_failure)
         return future
 
@@ -194,8 +166,8 @@ class HubClient:
         if path.name not in _WITH_PATHS:
             return path
         text = read_text(path)
-        if path.name == "adapter_config.json" and self.base_model is not None:
-            text = json.dumps(json.loads(text) | {"base_model_name_or_path": self.base_model}, indent=2)
+        if path.name == "adapter_config.json" and (base := self._args.hub_base_model_id) is not None:
+            text = json.dumps(json.loads(text) | {"base_model_name_or_path": base}, indent=2)
         return _ABSOLUTE.sub(r'"\1"', text).encode()
 
 

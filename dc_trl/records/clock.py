@@ -12,7 +12,24 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from .time_parts import EVALUATION, OTHER
+
+EVALUATION, OTHER = "evaluation", "other"
+# Part → label for readers, in the order of a step.
+PARTS = {
+    "generation": "generation",
+    "waiting": "waiting for rollouts",
+    "sync": "weight sync",
+    "reward": "reward",
+    "logps": "old and reference log-probs",
+    "loss": "loss, forward and backward",
+    "constraint": "constraint and correction",
+    "optimizer": "optimizer",
+    "metrics": "metrics and logs",
+    EVALUATION: "evaluation",
+    "saving": "checkpoints",
+    OTHER: "other, idle",
+}
+PREFIX = "time/"  # of the metrics, which are seconds of a part since the last log
 
 
 class PartsClock:

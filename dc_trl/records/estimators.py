@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 
 RESAMPLES = 10_000
-_CHUNK = 1_000  # resamples at a time, which bounds memory
 _WILSON = 1.959964**2  # square of the 97.5 % point of the normal distribution
 _MARGIN = 1e-12  # sums in another order round differently by less than this
 
@@ -157,9 +156,6 @@ def _bootstrap(strata: Sequence[Sequence[float]], seed: int) -> tuple[Estimate, 
         error = math.sqrt(sum(values.var(ddof=1) / len(values) for values in arrays)) / len(arrays)
     means = np.zeros(RESAMPLES)
     for values in arrays:
-        size = len(values)
-        for start in range(0, RESAMPLES, _CHUNK):
-            drawn = rng.integers(size, size=(min(_CHUNK, RESAMPLES - start), size))
-            means[start : start + len(drawn)] += values[drawn].mean(1) / len(arrays)
+        means += values[rng.integers(len(values), size=(RESAMPLES, len(values)))].mean(1) / len(arrays)
     low, high = np.quantile(means, [0.025, 0.975])
     return Estimate(value, error, float(low), float(high), sum(map(len, strata))), means

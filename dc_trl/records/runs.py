@@ -1,7 +1,7 @@
 """What a run leaves in its output directory to be read again: settings, history, evaluations."""
 
 import json
-import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,18 +11,24 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..constraint.settings import ConstraintSettings
 from ..files import read_object, read_text
+from .clock import PARTS, PREFIX
 from .settings import default_of
-from .started import read_starts
-from .time_parts import PARTS, PREFIX
+from .tables import with_error
 
 
 HISTORY_FILE = "history.jsonl"
 FIGURE_FILE = "run.png"
 SETTINGS_FILE = "settings.json"
-BASELINE_FILE = "before.json"  # the deployed policy before the first step, as `dc-trl train` measures it
-SUMMARY_FILE = "summary.json"  # the deployed policy after the last step, and what the run cost
+SUMMARY_FILE = "summary.json"  # what `dc-trl train` has changed, and what it cost
 DEPLOYMENT_FOLDER = "deployment"  # the policy as it is served
 GREEDY = "eval_greedy_reward"  # metric of the deployed policy's greedy answers to held-out problems
+# What a summary holds of the policy before and after, where the run has held-out problems.
+MEASURED = {
+    "greedy": GREEDY,
+    "greedy_se": f"{GREEDY}_se",
+    "reward": "eval_reward",
+    "discrepancy": "eval_discrepancy/mean",
+}
 TRAINER_STATE_FILE = "trainer_state.json"  # of a checkpoint: the file that transformers writes last
 _DEFAULTS = {field.name: default_of(field) for field in fields(ConstraintSettings)} | {"seed": 42}
 
@@ -48,36 +54,25 @@ class Run:
         settings: settings that differ from the defaults.
         summary: `rewards` (the functions' weights by name), `seconds`, `tokens`, `engine`, …; empty when the run did
             not finish.
-        starts: when and on what the run was started; see `records.started`.
     """
 
     name: str
     history: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
-    starts: Sequence[Mapping[str, Any]] = ()
 
     def series(self, metric: str) -> Series:
         """Return the metric where it is a finite number."""
         found = [(row["step"], row[metric]) for row in self.history if is_number(row.get(metric))]
         return Series([step for step, _ in found], [value for _, value in found])
 
-    def first(self, metric: str) -> float | None:
-        """Return the first value of the metric; None if there is none."""
-        return next(iter(self.series(metric).values), None)
-
     def last(self, metric: str) -> float | None:
         """Return the last value of the metric; None if there is none."""
         return next(reversed(self.series(metric).values), None)
 
     def seconds_of_parts(self) -> dict[str, float]:
-        """Return the seconds of each part of the work that the history has logged, see `records.time_parts`."""
+        """Return the seconds of each part of the work that the history has logged, see `records.clock`."""
         return {part: sum(values) for part in PARTS if (values := self.series(f"{PREFIX}{part}").values)}
-
-    def not_finite(self, metric: str) -> int:
-        """Return how many rows have the metric as NaN or infinity."""
-        values = [row.get(metric) for row in self.history]
-        return sum(isinstance(value, float) and not math.isfinite(value) for value in values)
 
     def setting(self, name: str) -> Any:
         """Return the recorded setting, or else the default; None where that is not known."""
@@ -100,22 +95,9 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def read_history(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Read a history file: one row for each log, with its `step`. A last line that a kill cut short is left out.
-
-    Raises:
-        ValueError: a line is no row of a history; the message names it.
-    """
+    """Read a history file: one row for each log, with its `step`. A last line that a kill cut short is left out."""
     text = read_text(Path(path))
-    rows = []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error}): repair or remove the line.") from error
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            raise ValueError(f"{path}, line {number} has no step: it is no row of a history, remove it.")
-        rows.append(row)
-    return rows
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def read_run(directory: str | PathLike[str]) -> Run:
@@ -126,8 +108,6 @@ def read_run(directory: str | PathLike[str]) -> Run:
     """
     folder = Path(directory)
     path, settings = folder / HISTORY_FILE, folder / SETTINGS_FILE
-    if not folder.is_dir():
-        raise ValueError(f"run={str(folder)!r} is no directory: give the output_dir of a run.")
     if not path.is_file():
         raise ValueError(
             f"run={str(folder)!r} has no {HISTORY_FILE}: give the output_dir of a run of dc-trl train, or of a "
@@ -136,39 +116,45 @@ def read_run(directory: str | PathLike[str]) -> Run:
     history = read_history(path)
     if not history:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
-    return Run(
-        folder.resolve().name,
-        history,
-        read_object(settings) if settings.is_file() else {},
-        read_summary(folder),
-        read_starts(folder),
-    )
+    set_by_user = read_object(settings) if settings.is_file() else {}
+    return Run(folder.resolve().name, history, set_by_user, read_summary(folder))
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Read what a finished run wrote about itself; {} where there is no such file.
-
-    Raises:
-        ValueError: the file cannot be read; the message names it.
-    """
+    """Read what a finished run wrote about itself; {} where there is no such file."""
     path = folder / SUMMARY_FILE
     return read_object(path) if path.is_file() else {}
 
 
 def run_ended(folder: str | PathLike[str], step: int) -> bool:
-    """Return whether a run of `dc-trl train` came to its end at this step: it writes its summary last.
-
-    Raises:
-        ValueError: the summary cannot be read; the message names it.
-    """
+    """Return whether a run of `dc-trl train` came to its end at this step: it writes its summary last."""
     return read_summary(Path(folder)).get("steps") == step
 
 
-def read_baseline(folder: Path) -> dict[str, Any]:
-    """Read what a run measured of the deployed policy before the first step; {} where there is no such file.
+def benchmark_metrics(run: Run) -> dict[str, str]:
+    """Return the metrics `eval_BENCHMARK/avg@k` of the history by "BENCHMARK avg@k", in order."""
+    names = sorted({name for row in run.history for name in row})
+    found = [re.fullmatch(r"eval_(.+)/(avg@\d+)", name) for name in names]
+    return {" ".join(match.groups()): match[0] for match in found if match is not None}
 
-    Raises:
-        ValueError: the file cannot be read; the message names it.
-    """
-    path = folder / BASELINE_FILE
-    return read_object(path) if path.is_file() else {}
+
+def outcome(run: Run) -> list[list[str]]:
+    """Return a row for each result of a run: its name, and the first and the last value that the run measured."""
+    held_out = MEASURED["discrepancy"]
+    metrics = {
+        "greedy reward": GREEDY,
+        "sampled reward": "eval_reward",
+        **benchmark_metrics(run),
+        "discrepancy δ̄": held_out if run.series(held_out).steps else "discrepancy/mean",
+        "multiplier λ": "lagrangian/lambda",
+    }
+    rows = []
+    for label, metric in metrics.items():
+        series, errors = run.series(metric), run.series(f"{metric}_se").by_step()
+        values = [
+            f"{value:.4g}" if step not in errors else with_error(value, errors[step], 1, 3)
+            for step, value in zip(*series, strict=True)
+        ]
+        if values:
+            rows.append([label, values[0], values[-1] if len(values) > 1 else ""])
+    return rows

@@ -27,16 +27,13 @@ COUNTS_TRUNCATION = (
 )
 
 
-def first_batch(
-    columns: Sequence[Sequence[float]], generations: int, completions: Sequence[object], clipped: float, longest: int
-) -> str | None:
+def first_batch(columns: Sequence[Sequence[float]], generations: int, clipped: float, longest: int) -> str | None:
     """Say what keeps a run from learning from its first generation batch, and the remedy; None where nothing does.
 
     Args:
         columns: rewards that are normalised together, NaN where there is none: one list of the completions' totals, or
             one list for each reward function where these are normalised separately.
         generations: number of completions of a prompt, which follow one another.
-        completions: as text or messages.
         clipped: share of the completions that were cut off, in [0, 1].
         longest: `max_completion_length`, tokens.
     """
@@ -46,7 +43,7 @@ def first_batch(
             f"{clipped:.0%} of the completions were cut off at max_completion_length={longest}: raise it, ask for "
             "shorter answers, or check that the model ends its answers by the tokenizer's eos_token."
         )
-    starts = range(0, len(completions), generations)
+    starts = range(0, len(columns[0]), generations)
     groups = [column[start : start + generations] for column in columns for start in starts]
     rewards = [value for column in columns for value in column if not math.isnan(value)]
     if not rewards:
@@ -60,11 +57,6 @@ def first_batch(
             f"All completions of each prompt earned {what}, so every advantage is 0: look at a few completions and at "
             "the reward function, and take prompts of another difficulty, more num_generations or a finer reward."
         )
-    if all(len(set(map(repr, completions[start : start + generations]))) == 1 for start in starts):
-        found.append(
-            "All completions of each prompt are equal, so nothing is sampled: set temperature=1.0, and leave top_k, "
-            "top_p and a seed in generation_kwargs out."
-        )
     return f"The first generation batch teaches nothing, or little. {' '.join(found)}" if found else None
 
 
@@ -73,28 +65,6 @@ class Verdict(NamedTuple):
 
     lines: list[str]  # sentences, the most important first
     worth_serving: bool  # whether its policy may be better than the one that it began with, as far as is known
-
-
-class Rewards(NamedTuple):
-    """Mean training reward over the first and the last logged steps of a run."""
-
-    first: float
-    last: float
-    noise: float | None  # standard error of their difference; None where there are too few steps
-    steps: int  # logged steps in each mean
-
-
-def rewards_of(run: Run) -> Rewards | None:
-    """Return the training reward at both ends of a run; None where none was logged."""
-    values = run.series("reward").values
-    if not values:
-        return None
-    steps = max(1, min(WINDOW, len(values) // 2))
-    ends = values[:steps], values[-steps:]
-    noise = None
-    if steps >= _ENOUGH:
-        noise = math.sqrt(sum(statistics.variance(end) for end in ends) / steps)
-    return Rewards(statistics.fmean(ends[0]), statistics.fmean(ends[1]), noise, steps)
 
 
 def verdict_of(run: Run) -> Verdict:
@@ -130,18 +100,20 @@ def _level(run: Run, may_lag: bool) -> float:
 
 def _learning(run: Run) -> tuple[str, bool]:
     """Say in a sentence whether a run learned, and return whether its policy is worth serving."""
-    rewards = rewards_of(run)
-    if rewards is None:
+    values = run.series("reward").values
+    if not values:
         return "Nothing was learned: no completion earned a reward, all functions returned None.", False
+    steps = max(1, min(WINDOW, len(values) // 2))
+    ends = values[:steps], values[-steps:]
+    first, last = map(statistics.fmean, ends)
     spread = run.series("frac_reward_zero_std").values
     if spread and min(spread) >= _NO_SPREAD:
-        of = f"the same reward, on average {rewards.last:.3g} in the last steps"
+        of = f"the same reward, on average {last:.3g} in the last steps"
         return f"Nothing was learned from the reward: all completions of each prompt earned {of}.", False
-    both = f"the mean training reward was {rewards.first:.3g} at first and {rewards.last:.3g} at the end"
-    if rewards.noise is None:
+    both = f"the mean training reward was {first:.3g} at first and {last:.3g} at the end"
+    if steps < _ENOUGH:
         return f"There are too few steps to tell whether the run learned: {both}.", True
-    steps = f"{rewards.steps} logged steps each"
-    change = rewards.last - rewards.first
-    if abs(change) <= 2 * rewards.noise:
-        return f"The run is not shown to have learned: {both} ({steps}), which is within the noise.", True
-    return f"The run {'learned' if change > 0 else 'lost reward'}: {both} ({steps}).", change > 0
+    both = f"{both} ({steps} logged steps each)"
+    if abs(last - first) <= 2 * math.sqrt(sum(map(statistics.variance, ends)) / steps):
+        return f"The run is not shown to have learned: {both}, which is within the noise.", True
+    return f"The run {'learned' if last > first else 'lost reward'}: {both}.", last > first

@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -38,13 +39,6 @@ def new_figure(
     return figure, all_axes
 
 
-def moving_average(values: Sequence[float], window: int = 9) -> list[float]:
-    """Return the centred moving average, as long as `values`. At the ends it averages what there is of the window."""
-    half = window // 2
-    parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(part) / len(part) for part in parts]
-
-
 def draw_curve(axes: Axes, x: Sequence[float], y: Sequence[float], window: int = 9) -> None:
     """Draw values in grey and their centred moving average in dark blue; few values as points on a line.
 
@@ -54,8 +48,10 @@ def draw_curve(axes: Axes, x: Sequence[float], y: Sequence[float], window: int =
         window: how many values are averaged, an odd number. Up to twice as many values are drawn as points.
     """
     if len(y) > 2 * window:
+        half = window // 2
+        smooth = [fmean(y[max(0, place - half) : place + half + 1]) for place in range(len(y))]
         axes.plot(x, y, color=MUTED, linewidth=0.8, alpha=0.8)
-        axes.plot(x, moving_average(y, window), color=INK, linewidth=1.8)
+        axes.plot(x, smooth, color=INK, linewidth=1.8)
     else:
         axes.plot(x, y, color=INK, linewidth=1.2, marker="o", markersize=2.5)
 

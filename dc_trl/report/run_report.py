@@ -2,11 +2,9 @@
 
 import base64
 import io
-import re
 from collections import defaultdict
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -21,17 +19,9 @@ from .tables import facts_table, outcome_table, settings_table, time_table
 _DPI = 220  # sharp in print
 
 
-def _valid(value: Any) -> Any:
-    """Replace control characters, which HTML does not allow even where they are escaped."""
-    if not isinstance(value, str):
-        return value
-    return type(value)(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", value))
-
-
 _TEMPLATES = Environment(
     loader=PackageLoader("dc_trl.report"),
     autoescape=True,
-    finalize=_valid,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -76,12 +66,10 @@ def _sections(run: Run) -> dict[str, list[dict[str, str]]]:
     """Return the figures of each section, with their descriptions and captions."""
     sections = defaultdict(list)
     for panel in panels_of(run):
-        left_out = run.not_finite(panel.metric)
-        note = f" Not drawn because NaN or infinite: {left_out} values." if left_out else ""
         file = io.BytesIO()
         # Without a background: in dark mode the browser inverts its lightness and keeps its hues.
         panel.figure(run).savefig(file, format="png", dpi=_DPI, transparent=True)
         source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-        figure = {"source": source, "alt": panel.text(run), "caption": panel.caption + note}
+        figure = {"source": source, "alt": panel.text(run), "caption": panel.caption}
         sections[panel.section].append(figure)
     return sections

@@ -1,14 +1,12 @@
 """The tables of a run's page: what was trained, what came out, where the time went, what was set."""
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..records.runs import GREEDY, Run, is_number
-from ..records.tables import weighted_sum, with_error
-from ..records.time_parts import time_cells
-from .panels import benchmark_metrics
+from ..records.clock import PARTS
+from ..records.runs import Run, is_number, outcome
+from ..records.tables import weighted_sum
 
 
 class Table(NamedTuple):
@@ -23,14 +21,14 @@ def facts_table(run: Run) -> Table:
     """Return what was trained, when and on what, and how far it came, as far as the run has recorded it."""
     alarms = [(name, row["step"]) for row in run.history for name in row if name.startswith("collapse/")]
     weights = run.summary.get("rewards", {})
+    known = run.setting if run.settings else lambda name: None  # without recorded settings a default is a guess
     facts = {
         "model": run.settings.get("model_name_or_path"),
         "data": run.settings.get("dataset_name"),
-        **start_facts(run.starts),
-        "sampling engine": _known(run, "engine", "deployment_scheme"),
-        "constraint": _known(run, "constraint", "constraint"),
+        "sampling engine": run.summary.get("engine", known("deployment_scheme")),
+        "constraint": run.summary.get("constraint", known("constraint")),
         "tolerance ε": _number(run.last("lagrangian/tolerance"), "{:.4g}"),
-        "seed": _known(run, "seed", "seed"),
+        "seed": known("seed"),
         "reward functions": weighted_sum(weights) if len(weights) > 1 else None,
         "state": "finished" if run.finished else "going on, or stopped",
         "optimizer steps": f"{run.steps:,}",
@@ -42,44 +40,24 @@ def facts_table(run: Run) -> Table:
     return Table(["", ""], rows, "What was trained, when and on what.")
 
 
-def start_facts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Say when a run was started and resumed, on what, and with which versions."""
-    facts: dict[str, str] = {}
-    for start in starts:
-        date = f"{datetime.fromisoformat(start['date']).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-        count = f"{start['processes']} × " if start["processes"] > 1 else ""
-        versions = (f"{name} {version}" for name, version in start["versions"].items())
-        when = f"resumed at step {start['step']}" if facts else "started"
-        facts[when] = ", ".join([date, f"{count}{start['device']}", *versions])
-    return facts
-
-
 def outcome_table(run: Run) -> Table:
     """Return what the run measured first and last. Rewards and benchmarks have the units of the figures."""
-    held_out = "eval_discrepancy/mean"
-    metrics = {
-        "greedy reward": GREEDY,
-        "sampled reward": "eval_reward",
-        **benchmark_metrics(run),
-        "discrepancy δ̄": held_out if run.series(held_out).steps else "discrepancy/mean",
-        "multiplier λ": "lagrangian/lambda",
-    }
-    rows = []
-    for label, metric in metrics.items():
-        series, errors = run.series(metric), run.series(f"{metric}_se").by_step()
-        values = [_measured(value, errors.get(step)) for step, value in zip(*series, strict=True)]
-        if values:
-            rows.append([label, values[0], values[-1] if len(values) > 1 else ""])
     caption = (
         "What came out: the first and the last value of each. Greedy reward: of the deployed policy, ± standard error "
         "over held-out problems. δ̄: on held-out problems where the run measured it there, else of a generation batch."
     )
-    return Table(["", "first", "last"], rows, caption)
+    return Table(["", "first", "last"], outcome(run), caption)
 
 
 def time_table(run: Run) -> Table:
     """Return a row for each part of the work; none where the run did not measure its time."""
-    rows = [[label, *cells] for label, cells in time_cells(run.seconds_of_parts(), _tokens(run)).items()]
+    seconds, tokens = run.seconds_of_parts(), _tokens(run)
+    total = sum(seconds.values())
+    rows = [
+        [label, f"{spent:,.1f}", f"{spent / total:.1%}", f"{tokens / spent:,.0f}" if tokens else "–"]
+        for label, spent in [*((PARTS[part], spent) for part, spent in seconds.items()), ("all", total)]
+        if spent
+    ]
     caption = (
         "Where the time of the training went. Tokens: all tokens of the run, per second of this part alone. The parts "
         "do not overlap."
@@ -93,17 +71,8 @@ def settings_table(run: Run) -> Table:
     return Table(["setting", "value"], rows, "Settings that are not the default.")
 
 
-def _known(run: Run, field: str, recorded_as: str) -> Any:
-    """Return a field of the summary; of a run without a summary the setting of that name, if it recorded settings."""
-    return run.summary[field] if field in run.summary else run.setting(recorded_as) if run.settings else None
-
-
 def _tokens(run: Run) -> float | None:
     return run.summary.get("tokens", run.last("num_tokens"))
-
-
-def _measured(value: float, standard_error: float | None) -> str:
-    return f"{value:.4g}" if standard_error is None else with_error(value, standard_error, 1, 3)
 
 
 def _number(value: Any, form: str) -> str:

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from ..files import read_object, replace_folder_link, write_text
-from ..records.time_parts import OTHER
+from ..records.clock import OTHER
 from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, write_manifest
 from ..resuming.interruption import BEGIN_AGAIN, resume_command
 from ..rollouts.buffer import load_rollouts, save_rollouts

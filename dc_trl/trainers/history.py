@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
@@ -15,7 +14,6 @@ from ..files import append_text, set_aside, write_text
 from ..quantization.policy import base_model
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history
 from ..records.settings import changed_settings, json_value
-from ..records.started import STARTS_FILE, cpu_name, record_start
 
 
 logger = logging.get_logger(__name__)
@@ -29,8 +27,8 @@ class HistoryCallback(TrainerCallback):
 
     When training begins, `settings.json` is written with the settings that differ from `DCGRPOConfig`'s defaults,
     without tokens and keys. Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that
-    `report_to` sends to trackers) becomes one line of `history.jsonl`. `starts.json` records when and on what device
-    the run was started. At every save and at the end of training, `run.png` shows reward, δ̄ with its tolerance, and λ.
+    `report_to` sends to trackers) becomes one line of `history.jsonl`. At every save and at the end of training,
+    `run.png` shows reward, δ̄ with its tolerance, and λ.
     An evaluation before training is not kept.
 
     A resumed run keeps its settings and continues the history from its checkpoint. A new run in the same directory
@@ -57,13 +55,11 @@ class HistoryCallback(TrainerCallback):
                 rows = [row for row in read_history(self._history) if row["step"] <= state.global_step]
                 write_text(self._history, "".join(f"{json.dumps(row)}\n" for row in rows))
         else:
-            names = [HISTORY_FILE, SETTINGS_FILE, STARTS_FILE, FIGURE_FILE]
+            names = [HISTORY_FILE, SETTINGS_FILE, FIGURE_FILE]
             if isinstance(args, DCGRPOConfig) and args.exports_deployment:
                 names.append(DEPLOYMENT_FOLDER)
             for file, kept in set_aside(self._history.with_name(name) for name in names).items():
                 logger.warning(f"{file} belongs to an earlier run and is kept as {kept.name}.")
-        device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else cpu_name()
-        record_start(self._history.parent, state.global_step, device, args.world_size)
         settings = self._history.with_name(SETTINGS_FILE)
         if not settings.exists():
             found = dict(self._settings)

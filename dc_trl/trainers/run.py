@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from ..config import DCGRPOConfig
 from ..files import lock_output, read_object, set_aside, written_beside
-from ..hub.card import CARD_FILE, write_run_card
+from ..hub.card import CARD_FILE, complete_card, hub_dataset
 from ..hub.push import HubClient, without_token
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import require_merged_form
@@ -244,10 +244,10 @@ class RunTrainer(SamplingTrainer):
 
     @cached_property
     def _hub(self) -> HubClient:
-        return HubClient.of(self.args)
+        return HubClient(self.args)
 
     def init_hf_repo(self, token=None):
-        with self._hub.pushing(self.args):
+        with self._hub.pushing():
             super().init_hf_repo(token)
 
     def push_to_hub(self, *args, export=True, **kwargs):
@@ -266,19 +266,21 @@ class RunTrainer(SamplingTrainer):
         """
         if export and self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
             self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))
-        with self._hub.pushing(self.args):
+        with self._hub.pushing():
             return super().push_to_hub(*args, **kwargs)
 
     def push_checkpoint(self, folder):
-        with self._hub.pushing(self.args, deployment=False):
+        with self._hub.pushing(deployment=False):
             self.checkpoints.make_whole(folder)
             super().push_checkpoint(folder)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        """Write README.md into the output directory, from our own template and not TRL's."""
+        """Write README.md into the output directory: TRL's card, with what the run says of its constraint."""
         if self.is_world_process_zero():
-            tags = (*self.tag_names, *([tags] if isinstance(tags, str) else tags or ()))
-            write_run_card(self, model_name, dataset_name, tags)
+            card = Path(self.args.output_dir, CARD_FILE)
+            card.unlink(missing_ok=True)  # a link is not followed
+            super().create_model_card(model_name or card.absolute().parent.name, hub_dataset(dataset_name), tags)
+            complete_card(self)
 
 
 def _keeps_history(callback: Any) -> bool:

@@ -6,13 +6,13 @@ from pathlib import Path
 from ..config import DCGRPOConfig
 from ..files import lock_output
 from ..hub.push import HubClient
-from ..records.runs import BASELINE_FILE, DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
+from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
 from ..resuming.checkpoints import checkpoints, resumable_checkpoint
 
 
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 # Files and folders that mark an output directory as one with a run.
-_RUN_FILES = (HISTORY_FILE, BASELINE_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *_WEIGHTS, "checkpoint-*")
+_RUN_FILES = (HISTORY_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *_WEIGHTS, "checkpoint-*")
 
 
 def holds_weights(folder: Path) -> bool:
@@ -35,7 +35,7 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
         _require_no_run(output_dir, anew=str(args.resume_from_checkpoint).lower() == "auto")
     if args.push_to_hub:
         name = args.hub_model_id or output_dir.absolute().name
-        HubClient.of(args).create_repo(name, private=args.hub_private_repo)
+        HubClient(args).create_repo(name, private=args.hub_private_repo)
     return checkpoint
 
 
@@ -43,7 +43,7 @@ def _require_no_run(output_dir: Path, anew: bool) -> None:
     """Refuse a directory that holds a run; with `anew`, accept one that was killed before its first checkpoint."""
     found = {path.name for pattern in _RUN_FILES for path in output_dir.glob(pattern)}
     # A run that was killed before its first step ended is not worth keeping.
-    if found <= {HISTORY_FILE, BASELINE_FILE}:
+    if found <= {HISTORY_FILE}:
         history = read_history(output_dir / HISTORY_FILE) if HISTORY_FILE in found and not anew else []
         if not any(row["step"] > 0 for row in history):
             return

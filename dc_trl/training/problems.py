@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.arithmetic import arithmetic_dataset
 from ..data.benchmarks import PUBLISHED, load_benchmark
-from ..data.cleaning import clean
+from ..data.cleaning import clean, print_cleaning
 from ..data.dapo import load_dapo
 from ..data.prompts import Prompt, describe_counts, load_prompts, load_rows, make_prompt
 from ..data.templates import BOXED_INSTRUCTION
@@ -88,9 +88,10 @@ def load_data(
         with PartialState().local_main_process_first():  # only one process of a machine downloads
             benchmarks = {name: load_benchmark(name) for name in PUBLISHED}
             rows = load_dapo()
-        rows, report = clean(rows, benchmarks)
+        size = len(rows)
+        rows, dropped = clean(rows, benchmarks)
         if PartialState().is_main_process:
-            report.print()
+            print_cleaning(size, dropped)
         prompt_column, answer_column, instruction = "problem", "answer", instruction or BOXED_INSTRUCTION
     else:
         rows = load_rows(data.dataset_name, data.dataset_config, data.dataset_split)

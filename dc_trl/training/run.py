@@ -38,8 +38,7 @@ def run(
         data: data settings, with the data set's name for the model card and the measurements during training.
         signals: callback that ends the run in order.
     """
-    measured = BeforeAndAfter(trainer, data.eval_greedy)
-    trainer.add_callback(measured)
+    trainer.add_callback(BeforeAndAfter(trainer, data.eval_greedy))
     trainer.add_callback(signals)
     try:
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
@@ -58,7 +57,7 @@ def run(
     # A user's call of save_model would push before there is a summary.
     trainer.save_model(trainer.args.output_dir, _internal_call=True)
     if trainer.accelerator.is_main_process:
-        summarize(trainer, measured)
+        summarize(trainer)
     failure = _publish(trainer, DAPO.hub_id if data.dataset_name == "dapo" else data.dataset_name)
     if failure is None:
         release_processes(trainer)
