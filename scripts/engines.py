@@ -43,8 +43,7 @@ from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.sampling import Sampling, sample_seed
-from dc_trl.rollouts.server_engine import ServerEngine
+from dc_trl.rollouts.sampling import Sampling, ServerEngine, sample_seed
 from dc_trl.serving.client import ServerClient
 from dc_trl.serving.fit import CPU_EXTENSION
 from dc_trl.serving.server import VLLMServer, serve

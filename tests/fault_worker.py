@@ -82,21 +82,17 @@ def sharded_generation(accelerator) -> ServerGeneration:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    options = dict.fromkeys(("deployment_scheme", "weight_sync_dir", "vllm_server_base_urls", "vllm_request_timeout"))
+    options |= {"routing_replay": False, "vllm_server_timeout": 5.0, "vllm_time_limit": 60.0, "vllm_max_retries": 0}
     generation = ServerGeneration(
+        SimpleNamespace(**options),
+        "nccl",
         model=model,
         accelerator=accelerator,
         processing_class=make_tokenizer(),
         mode="server",
         server_base_url=URL,
-        server_base_urls=None,
         server_timeout=5.0,
-        deployment_scheme=None,
-        weight_sync="nccl",
-        weight_sync_dir=None,
-        vllm_request_timeout=None,
-        vllm_time_limit=60.0,
-        vllm_max_retries=0,
-        routing_replay=False,
     )
     # Accelerate has no FSDP on a CPU; the gathering of each tensor by all processes is real.
     generation._dist = SimpleNamespace(is_fsdp=True, fsdp_version=2, is_zero3=False)

@@ -56,7 +56,7 @@ def score_among_kept(model) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.arange(20, 32).view(2, 6)
     sampled = ids[:, 3:]
     logprobs = [[KeptLogProb(0.0, torch.tensor([7, 8, token], dtype=torch.int32)) for token in row] for row in sampled]
-    kept = Kept.of(sampled.tolist(), logprobs, sampled.device)
+    kept = Kept.of(logprobs, sampled.device)
     with KeptHead(model, kept, sampled, 1.0, False) as head:
         whole = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[:, 2:]
     logps = head.log_probs(whole)

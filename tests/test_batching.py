@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 from dc_trl.rollouts.batching import (
     Length,
     forward_tokens,
-    join,
-    lengths_of,
     micro_batches,
     read_tokens,
-    runs,
     segments,
     take,
     trimmed,
@@ -41,12 +38,6 @@ def test_slices_are_together_where_every_pass_has_them_in_one_step(slices, passe
     part_of = {index: number for number, part in enumerate(parts) for index in part}
     for one, other in itertools.pairwise(range(slices)):
         assert (part_of[one] == part_of[other]) == (steps[one] == steps[other])
-
-
-def test_a_generation_batch_that_begins_within_a_step():
-    """Six slices, steps of four, one micro-batch of the present step done: 3 and 3; in pass two 1, 4 and 1."""
-    assert segments(6, 1, 4, offset=1) == [range(3), range(3, 6)]
-    assert segments(6, 2, 4, offset=1) == [range(1), range(1, 3), range(3, 5), range(5, 6)]
 
 
 # --- forwards
@@ -90,24 +81,6 @@ def test_no_grouping_reads_fewer_tokens_of_prompts_that_are_alike(completions):
     orders = itertools.permutations(range(6))
     best = min(read_tokens(lengths, [[list(order[at : at + 2])] for at in (0, 2, 4)]) for order in orders)
     assert found == best
-
-
-def test_reasoning_lengths_are_read_almost_without_padding():
-    """The distribution of a reasoning run: log-normal, σ = 0.6, mean 2,500, at most 8,192; 512 completions."""
-    rng = random.Random(0)
-    lengths = [Length(100, min(8192, max(1, round(2500 * rng.lognormvariate(-0.18, 0.6))))) for _ in range(512)]
-    real = sum(map(sum, lengths))
-    assert read_tokens(lengths, micro_batches(lengths, rows=4)) / real < 1.02
-    assert read_tokens(lengths, [[list(range(at, at + 4))] for at in range(0, 512, 4)]) / real > 1.4
-
-
-@given(count=st.integers(1, 40), slices=st.integers(1, 12))
-def test_forwards_are_spread_over_all_slices(count, slices):
-    count = max(count, slices)
-    parts = runs(count, slices)
-    assert [index for part in parts for index in part] == list(range(count))
-    assert len(parts) == slices
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 # --- rows
@@ -156,12 +129,6 @@ def test_rows_lose_nothing_but_padding(lengths, multiple, seed):
     assert part["num_items_in_batch"] is batch["num_items_in_batch"]
 
 
-def test_a_masked_completion_is_one_token_long():
-    batch = batch_of([Length(2, 3), Length(4, 5)], prompt_width=6, width=7)
-    batch["completion_mask"][1] = 0
-    assert lengths_of(batch).tolist() == [[2, 3], [4, 1]]
-
-
 def test_kept_tokens_are_cut_with_their_positions():
     """Row 1 is masked: of its four kept tokens the first two belong to the position that is left."""
     batch = batch_of([Length(1, 1), Length(1, 3)], prompt_width=1, width=4)
@@ -190,16 +157,6 @@ def test_images_go_with_their_rows():
     assert part["pixel_values"].flatten().tolist() == [6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4, 5]
     assert part["image_grid_thw"].tolist() == [[1, 2, 3], [1, 2, 2], [1, 1, 2]]
     assert take(batch, [1])["pixel_values"].shape == (0, 1)
-
-
-def test_slices_are_joined_in_order():
-    batch = batch_of([Length(1, width) for width in (4, 2, 3, 1)], prompt_width=2, width=4) | {
-        "num_images": [0, 1, 2, 3]
-    }
-    joined = join([take(batch, [0, 1]), take(batch, [2, 3])])
-    assert joined.keys() == batch.keys()
-    for name, value in batch.items():
-        assert torch.equal(joined[name], value) if isinstance(value, torch.Tensor) else joined[name] == value
 
 
 def test_rows_that_must_stay_in_order_do():

@@ -8,20 +8,18 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GraniteMoeConfig,
     Qwen2MoeConfig,
 )
 
-from dc_trl.quantization.checkpoint import CheckpointWriter, write_deployable
+from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
 
-from .helpers import ROOT, TINY_MODEL, make_experts, make_model, make_tokenizer, tensors_in
+from .helpers import ROOT, make_experts, make_model, make_tokenizer, tensors_in
 
 
 QUANTIZED = [scheme for scheme in SCHEMES if scheme != "bf16"]
@@ -85,13 +83,6 @@ def test_transformers_loads_every_scheme_within_the_error_of_its_format(tmp_path
             assert error.max() > 1e-4, name  # it was quantized at all
         else:
             assert torch.equal(weights[name], expected.to(torch.bfloat16).float()), name
-
-
-def test_the_tokenizer_and_its_chat_template_come_along(tmp_path):
-    write(make_model(32), "bf16", tmp_path / "checkpoint")
-    loaded, original = AutoTokenizer.from_pretrained(tmp_path / "checkpoint"), make_tokenizer()
-    messages = [{"role": "user", "content": "12+34="}]
-    assert loaded.apply_chat_template(messages) == original.apply_chat_template(messages)
 
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
@@ -248,25 +239,21 @@ def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
         torch.testing.assert_close(torch.load(tmp_path / f"kept_{process}.pt"), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_shards_hold_together_what_one_file_holds(tmp_path):
+def test_shards_hold_together_what_one_file_holds(tmp_path, monkeypatch):
     model = make_model(64)
     write(model, "fp8", tmp_path / "whole")
-    write(model, "fp8", tmp_path / "sharded", max_shard_bytes=30_000)
+    monkeypatch.setattr("dc_trl.quantization.checkpoint._SHARD_BYTES", 30_000)
+    write(model, "fp8", tmp_path / "sharded")
     files = sorted(file.name for file in (tmp_path / "sharded").glob("*.safetensors"))
-    count = len(files)
-    assert count > 2
-    assert files == [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())
-    for file in files:
-        with safe_open(tmp_path / "sharded" / file, "pt") as tensors:
-            assert {name for name, of in index["weight_map"].items() if of == file} == set(tensors.keys())
+    assert files == [f"model-{number:05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert len(files) > 2
     whole, sharded = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "sharded")
     assert whole.keys() == sharded.keys()
     # Bytes, because FP8 numbers have no comparison.
     assert all(torch.equal(whole[name].view(torch.uint8), sharded[name].view(torch.uint8)) for name in whole)
-    ids = torch.tensor([[5, 6, 7]])
     first, second = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits for name in ("whole", "sharded")
+        AutoModelForCausalLM.from_pretrained(tmp_path / name)(torch.tensor([[5, 6, 7]])).logits
+        for name in ("whole", "sharded")
     )
     assert torch.equal(first, second)
 
@@ -284,7 +271,7 @@ def slowly():
             print("half", flush=True)
             time.sleep(3600)  # until it is killed
         yield item
-writer(model, max_shard_bytes=10_000).write(slowly(), {str(checkpoint)!r})
+writer(model).write(slowly(), {str(checkpoint)!r})
 """
     process = python(code)
     assert process.stdout.readline() == "half\n"
@@ -309,23 +296,8 @@ def test_a_full_disk_is_an_error_and_harms_nothing(small_disk):
     assert [path.name for path in small_disk.iterdir()] == ["checkpoint"]
 
 
-def test_a_weight_that_does_not_come_is_an_error(tmp_path):
-    model = make_model(32)
-    tensors = [(name, tensor) for name, tensor in policy_tensors(model) if name != "model.norm.weight"]
-    with pytest.raises(KeyError, match=r"model\.norm\.weight"):
-        CheckpointWriter(model, "bf16").write(tensors, tmp_path / "checkpoint")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_in_the_way_is_not_overwritten(tmp_path):
     (tmp_path / "checkpoint").write_text("mine")
     with pytest.raises(OSError, match="checkpoint"):
         write(make_model(32), "bf16", tmp_path / "checkpoint")
     assert (tmp_path / "checkpoint").read_text() == "mine"
-
-
-def test_a_saved_model_is_written_in_a_scheme(tmp_path):
-    size = write_deployable(str(TINY_MODEL), "fp8", tmp_path / "checkpoint")
-    assert size == sum(file.stat().st_size for file in (tmp_path / "checkpoint").iterdir())
-    weights = (tmp_path / "checkpoint" / "model.safetensors").stat().st_size
-    assert weights < 0.7 * (TINY_MODEL / "model.safetensors").stat().st_size

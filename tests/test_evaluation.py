@@ -18,10 +18,8 @@ from dc_trl.evaluation.results import Evaluation, benchmark_result, compare, com
 from dc_trl.evaluation.samples import Sample
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.estimators import macro_estimate, mean_estimate
-from dc_trl.rollouts.end_tokens import end_tokens
-from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.sampling import ReplicaEngine, Request, Sampling, sample_seed
-from dc_trl.rollouts.server_engine import ServerEngine
+from dc_trl.rollouts.replica import Replica, end_tokens
+from dc_trl.rollouts.sampling import ReplicaEngine, Request, Sampling, ServerEngine, sample_seed
 from dc_trl.serving.client import ServerClient
 
 from .helpers import (

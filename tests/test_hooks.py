@@ -128,7 +128,6 @@ HOOKS: dict[str, str] = {
     "transformers.trainer.hf_api": "()",
     "transformers.trainer.TRAINING_ARGS_NAME": "str",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR": "str",
-    "transformers.utils.output_capturing.OutputRecorder": "class",
     "transformers.PreTrainedConfig._attn_implementation": "property",
     "transformers.PreTrainedConfig._experts_implementation": "property",
     "transformers.PreTrainedModel._is_stateful": "bool",

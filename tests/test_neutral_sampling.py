@@ -3,8 +3,6 @@
 The rest is refused. test_truncation.py is about what is corrected for.
 """
 
-import json
-
 import pytest
 import torch
 from transformers import CompileConfig, GenerationConfig
@@ -111,22 +109,6 @@ def test_what_is_accepted_changes_nothing(replica, tmp_path):
     make_config(tmp_path, use_vllm=True, generation_kwargs=of_vllm)
 
 
-@pytest.mark.parametrize("name", ["typical_p", "do_sample", "logit_bias", "no_such_setting"])
-def test_what_is_not_known_to_be_neutral_is_refused_with_the_remedy(tmp_path, name):
-    value = (RESTRICTING | RESTRICTING_VLLM)[name]
-    with pytest.raises(ValueError, match="generation_kwargs") as error:
-        make_config(tmp_path, generation_kwargs={name: value})
-    assert f"{name}={value!r}" in str(error.value)
-    assert "constraint='none'" in str(error.value)
-    assert f"set {name}=" in str(error.value) or f"leave {name} out" in str(error.value)
-    make_config(tmp_path, generation_kwargs=json.dumps({name: value}), constraint="none")
-
-
-def test_each_of_them_restricts():
-    everything = RESTRICTING | RESTRICTING_VLLM
-    assert {name for name, _, _ in restrictions(everything)} == everything.keys()
-
-
 def test_every_setting_of_transformers_is_known_and_restricts_nothing_by_default():
     known = {name: value for name, value in vars(GenerationConfig(do_sample=True, top_k=0)).items() if name[0] != "_"}
     assert not list(restrictions(known))
@@ -182,13 +164,6 @@ def test_without_a_constraint_the_replica_follows_them_as_trl_does(tmp_path, tok
         assert len(completions) >= 8
         assert not {token for ids in completions for token in ids} & set(range(2, 200))
         assert not {ids[0] for ids in completions} & set(range(200, 230))
-
-
-def test_stop_strings_are_refused_before_the_first_rollout(tmp_path, tokenizer):
-    for fields in ({"generation_kwargs": {"stop_strings": ["."]}}, {"constraint": "none"}):
-        of_model = {} if "generation_kwargs" in fields else {"stop_strings": ["."]}
-        with pytest.raises(ValueError, match=r"stop_strings=\['\.'\] end completions by their text.*use_vllm=True"):
-            train(tmp_path, tokenizer, of_model, **fields)
 
 
 @requires_vllm

@@ -7,9 +7,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from peft import PromptTuningConfig, TaskType, get_peft_model
 from transformers import Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -60,22 +58,6 @@ def alone(model, ids, mask, labels):
 
 
 # --- one forward
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_packing_and_unpacking(data):
-    shape = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
-    rows = st.lists(st.booleans(), min_size=shape[1], max_size=shape[1]).filter(any)
-    mask = torch.tensor(data.draw(st.lists(rows, min_size=shape[0], max_size=shape[0])))
-    values = torch.randn(*shape, 2, dtype=torch.float64)
-    packing = Packing(mask.long())
-    row = packing.pack(values)
-    assert torch.equal(row[0], values[mask])
-    assert torch.equal(packing.unpack(row), values * mask.unsqueeze(2))
-    positions = [position for count in mask.sum(1).tolist() for position in range(count)]
-    assert packing.position_ids.tolist() == [positions]
-    assert packing.lengths == tuple(mask.sum(1).tolist())
 
 
 def test_flash_attention_gets_the_bounds_of_the_sequences():
@@ -246,15 +228,6 @@ def test_training_with_a_reference_is_trls(tmp_path):
     assert_same(*runs)
     assert logged(runs[0][0], "kl") == pytest.approx(logged(runs[1][0], "kl"), rel=1e-3, abs=1e-6)
     assert logged(runs[0][0], "kl")[1] > 1e-6
-
-
-def test_training_an_adapter_is_trls(tmp_path):
-    lora = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
-    runs = []
-    for ours in (PADDING_FREE, None):
-        torch.manual_seed(0)
-        runs.append(train(tmp_path, ours, peft_config=LoraConfig(task_type="CAUSAL_LM", **lora), beta=0.1))
-    assert_same(*runs)
 
 
 def test_training_experts_is_trls(tmp_path):

@@ -15,7 +15,7 @@ from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.thresholds import FAR, drift_warning
 from dc_trl.resuming.checkpoints import checkpoint_defect
 from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.sync_schedule import SyncSchedule
+from dc_trl.rollouts.schedule import SyncSchedule
 
 from . import helpers
 from .helpers import (
@@ -80,7 +80,6 @@ def test_new_weights_come_every_so_many_steps(tmp_path):
     trainer = weights.trainer
     assert logged(trainer, "sync/age") == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
     assert logged(trainer, "sync/count") == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
-    assert trainer.sampler.syncs == (3, 7)
     # The lag is in δ: a replica in step differs from the policy by its format alone.
     means = logged(trainer, "discrepancy/mean")
     assert min(means[3], means[7]) > 1.5 * max(means[0], means[4], means[8])
@@ -89,7 +88,6 @@ def test_new_weights_come_every_so_many_steps(tmp_path):
 def test_without_a_lag_nothing_is_logged_of_it(tmp_path):
     weights = watched(tmp_path, weight_sync_steps=1, max_steps=3)
     assert weights.sampled_by() == [0, 1, 2]
-    assert weights.trainer.sampler.syncs == (3, 0)
     assert not [name for row in weights.trainer.state.log_history for name in row if name.startswith("sync/")]
     split = watched(tmp_path, weight_sync_steps=1, max_steps=3, discrepancy_split=True)
     assert logged(split.trainer, "sync/age") == [0, 0, 0]
@@ -106,18 +104,15 @@ def test_several_steps_on_a_generation_batch(tmp_path):
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=30))
 def test_weights_are_never_older_than_allowed(every, batches):
     """Generation batches some steps apart, of which some ask for new weights: each has weights younger than that."""
-    schedule, step, generated = SyncSchedule(every), 0, set()
+    schedule, step = SyncSchedule(every), 0
     for steps, wanted in batches:
         step += steps
-        asked = schedule.wanted
+        asked = schedule.step is None
         if not schedule.lags(step):
             schedule.synced(step)
-        age = schedule.sampled(step)
-        generated.add(step)
+        age = schedule.age(step)
         assert age == 0 if asked or every == 1 else 0 <= age < every
-        assert schedule.syncs <= schedule.steps == len(generated)
-        schedule.wanted |= wanted
-        schedule.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+        schedule.step = None if wanted else schedule.step
         assert schedule.due(step) == wanted
 
 
@@ -126,7 +121,6 @@ def test_a_second_training_begins_with_present_weights(tmp_path):
     trainer.train()
     trainer.train()
     assert logged(trainer, "sync/age") == [0, 1, 2]
-    assert trainer.sampler.syncs == (1, 2)
 
 
 # --- evaluation and checkpoints --------------------------------------------------------------------------------------
@@ -155,7 +149,6 @@ def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_ow
     for step in (3, 6, 9):
         assert torch.equal(weights.evaluated[step], weights.present[step])
     assert weights.sampled_by() == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
-    assert weights.trainer.sampler.syncs == (3, 7)
 
 
 def ages_of_corrected(trainer, **options):
@@ -202,7 +195,6 @@ def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_p
     resumed = make_trainer(tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert untimed_rows(resumed, step) == untimed_rows(whole, step)
-    assert resumed.sampler.syncs == whole.sampler.syncs
     ours, theirs = (
         load_file(folder / "checkpoint-10" / "model.safetensors") for folder in (tmp_path, tmp_path / "resumed")
     )
@@ -216,16 +208,9 @@ def test_a_checkpoint_without_the_weights_that_sample_is_not_whole(tmp_path):
     weights = checkpoint / "sampler" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    assert checkpoint_defect(checkpoint).startswith("holds sampler/model.safetensors with 48,540 bytes")
+    assert checkpoint_defect(checkpoint).startswith(f"holds sampler/model.safetensors with {len(whole) // 2:,} bytes")
     shutil.rmtree(weights.parent)
     assert checkpoint_defect(checkpoint).startswith("holds no sampler/")
-
-
-def test_a_run_that_goes_on_in_another_scheme_gets_present_weights(tmp_path):
-    make_trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
-    other = make_trainer(tmp_path, deployment_scheme="bf16", max_steps=4)
-    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert logged(other, "sync/age") == [0, 1, 0, 1]
 
 
 # --- the warning far from the sampler --------------------------------------------------------------------------------

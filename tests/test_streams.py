@@ -10,10 +10,7 @@ from dc_trl import HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter
 
 from . import helpers
-from .helpers import distinct_characters, load_script, logged, make_prompts
-
-
-standing_in = load_script("benchmarks/standin_server").standing_in
+from .helpers import distinct_characters, logged, make_prompts
 
 
 def stream(count: int) -> IterableDataset:
@@ -103,23 +100,3 @@ def test_a_run_on_a_stream_that_is_longer_now_goes_on_in_it(tmp_path):
     longer, asked = make_trainer(tmp_path, stream(16), max_steps=6, **fields)
     longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [batch[0] for batch in asked.batches] == ["3+3=", "4+4=", "5+5="]
-
-
-def test_a_stream_is_sampled_ahead_as_a_set_is(tmp_path):
-    asked = {}
-    with standing_in(shortest=1) as server:
-        for name, rows in {"set": make_prompts(3), "stream": stream(3)}.items():
-            trainer, rewarded = make_trainer(
-                tmp_path / name,
-                rows,
-                max_steps=5,
-                shuffle_dataset=False,
-                rollout_overlap=True,
-                use_vllm=True,
-                vllm_mode="server",
-                vllm_server_base_url=server.url,
-            )
-            trainer.train()
-            asked[name] = rewarded.batches, logged(trainer, "sync/age")
-    assert asked["stream"] == asked["set"]
-    assert [batch[0] for batch in asked["set"][0]] == ["0+0=", "1+1=", "2+2=", "0+0=", "1+1="]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from dc_trl.callbacks.deployment import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.rollouts.engines import EngineSpec
+from dc_trl.rollouts.sampling import EngineSpec
 
 from .helpers import (
     ROOT,

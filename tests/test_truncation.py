@@ -22,8 +22,6 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.rollouts import truncation
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.truncation import Kept, KeptHead, KeptLogProb, named_by_vllm
-from dc_trl.serving.errors import ServerError
-from dc_trl.serving.fit import check_server
 
 from . import helpers
 from .helpers import (
@@ -45,9 +43,9 @@ VOCABULARY = 262
 
 
 def kept_of(sets, device="cpu"):
-    """`Kept` of token ids, by completion and position; the first one of a position is its sampled token."""
+    """`Kept` of token ids, by completion and position."""
     logprobs = [[KeptLogProb(0.0, torch.tensor(ids).int()) if ids else math.nan for ids in row] for row in sets]
-    return Kept.of([[ids[0] if ids else 0 for ids in row] for row in sets], logprobs, torch.device(device))
+    return Kept.of(logprobs, torch.device(device))
 
 
 def dense(logits, sets, sampled):
@@ -161,16 +159,6 @@ def test_the_logits_are_those_of_the_model(name):
     ]
     among, _, logits = scored_by(model, kept_of(sets), completion_ids)
     torch.testing.assert_close(among, dense(logits, sets, completion_ids), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, {"in_float32": True}, {"autocast": True}], ids=by_name)
-def test_where_all_tokens_are_kept_the_log_probabilities_are_trls(options):
-    completion_ids = torch.randint(10, 200, (2, 4), generator=torch.Generator().manual_seed(0))
-    everything = [
-        [[token.item(), *(set(range(VOCABULARY)) - {token.item()})] for token in row] for row in completion_ids
-    ]
-    among, whole, _ = scored_by(make_model(), kept_of(everything), completion_ids, **options)
-    torch.testing.assert_close(among, whole, atol=2e-6, rtol=1e-5)
 
 
 # --- the replica ----------------------------------------------------------------------------------------------------
@@ -338,18 +326,6 @@ def test_training_on_truncated_samples_measures_no_truncation(tmp_path, constrai
     assert max(logged(trainer, "discrepancy/format_mean"), default=0.0) < 0.01
 
 
-def test_several_passes_score_old_log_probabilities_among_the_same_tokens(tmp_path):
-    fields = {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "top_k": 5}
-    trainer = make_trainer(tmp_path, Watched, max_steps=4, learning_rate=0.0, **fields)
-    trainer.train()
-    old, *passes = trainer.seen
-    assert len(passes) == 4
-    # The weights stand still, and the slices are shuffled: whole rows are found again.
-    rows = {tuple(round(value, 3) for value in row) for row in old[0].tolist()}
-    assert {tuple(round(value, 3) for value in row) for logps, _ in passes for row in logps.tolist()} == rows
-    assert (old[0] - old[1]).abs().mean() > 0.5
-
-
 def test_the_reference_is_scored_among_the_same_tokens(tmp_path):
     """A reference that is the policy itself: both are truncated, so that KL is 0."""
     model = make_model()
@@ -357,16 +333,6 @@ def test_the_reference_is_scored_among_the_same_tokens(tmp_path):
     trainer = make_trainer(tmp_path, model=str(tmp_path / "model"), beta=0.1, top_k=5, max_steps=1)
     trainer.train()
     assert logged(trainer, "kl") == pytest.approx([0.0], abs=1e-6)
-
-
-def test_truncation_of_the_models_own_is_corrected_too(tmp_path, seen_by_the_loss):
-    model = make_model()
-    model.generation_config.min_p = 0.2
-    trainer = make_trainer(tmp_path, model=model, generation_kwargs={"top_k": 7})
-    trainer.train()
-    counts = seen_by_the_loss[0]["kept_counts"]
-    assert 0 < counts.max() <= 8
-    assert max(logged(trainer, "discrepancy/log_ppl_abs_diff")) < 0.05
 
 
 # --- measured alone: constraint="none" ------------------------------------------------------------------------------
@@ -435,33 +401,9 @@ def test_what_is_not_known_has_another_name(tmp_path, caplog):
 # --- rollout functions ----------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_function_says_what_was_kept(tmp_path, seen_by_the_loss):
-    def keep(call, completions, logprobs):
-        for ids, values in zip(completions, logprobs, strict=True):
-            for position, (token, value) in enumerate(zip(ids, values, strict=True)):
-                values[position] = KeptLogProb(value, torch.tensor([3, token, 4], dtype=torch.int32))
-
-    make_trainer(tmp_path, rollout_func=Rollouts(edit=keep), top_k=3).train()
-    inputs = seen_by_the_loss[0]
-    assert (inputs["kept_counts"] == 3 * inputs["completion_mask"]).all()
-
-
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (None, "do not say which tokens were kept"),
-        (
-            lambda call, completions, logprobs: logprobs[0].__setitem__(
-                0, KeptLogProb(-1.0, torch.tensor([5], dtype=torch.int32))
-            ),
-            "does not have the sampled token",
-        ),
-    ],
-    ids=["nothing", "another"],
-)
-def test_a_rollout_function_that_does_not_is_refused(tmp_path, edit, words):
-    with pytest.raises(ValueError, match=words):
-        make_trainer(tmp_path, rollout_func=Rollouts(edit=edit), top_k=3).train()
+def test_a_rollout_function_that_does_not_say_what_was_kept_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="do not say which tokens were kept"):
+        make_trainer(tmp_path, rollout_func=Rollouts(), top_k=3).train()
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -476,22 +418,11 @@ def test_vllm_needs_a_bound_to_name_what_it_keeps(tmp_path):
         assert make_config(tmp_path, **vllm, **{"top_k": 64} | fields).named_tokens == 64
     assert make_config(tmp_path, **vllm).named_tokens == 0
     assert make_config(tmp_path, **vllm, score_centering=True).named_tokens == 20
-    assert make_config(tmp_path, **vllm, score_centering=True, score_centering_top_k=50).named_tokens == 50
-    assert make_config(tmp_path, **vllm, score_centering=True, top_k=30).named_tokens == 30
-    assert make_config(tmp_path, deployment_scheme="fp8", top_p=0.9).named_tokens == 0
     vllm["vllm_mode"] = "colocate"
     assert make_config(tmp_path, **vllm, top_k=20).named_tokens == 20
     with pytest.raises(ValueError, match=r"top_k=21 takes more tokens .*\(20\).*vllm_mode='server'"):
         make_config(tmp_path, **vllm, top_k=21)
     assert make_config(tmp_path, **vllm, top_k=21, constraint="none").named_tokens == 0
-
-
-def test_a_server_that_names_too_few_tokens_is_refused():
-    model = {"logprobs_mode": "processed_logprobs", "max_logprobs": 20, "max_model_len": 64}
-    options = {"scheme": None, "config": make_model().config, "max_length": 32, "weight_sync": "none", "logprobs": 21}
-    info = {"model_config": model, "parallel_config": {"worker_extension_cls": ""}}
-    with pytest.raises(ServerError, match=r"at most 20 tokens, and 21 .*--max-logprobs -1"):
-        check_server(info, "", **options)
 
 
 # --- runs in processes of their own ---------------------------------------------------------------------------------

@@ -166,7 +166,6 @@ def test_the_score_is_centred_by_what_the_server_names(fp8_server, tmp_path, fie
     for name, parameter in model.named_parameters():
         moved = before[name] - dict(trainer.model.named_parameters())[name].detach()
         torch.testing.assert_close(moved, parameter.grad, rtol=1e-2, atol=2e-3 * parameter.grad.abs().max().item())
-    assert logged(trainer, "discrepancy/drift_tv")[0] > 0
 
 
 @pytest.mark.long

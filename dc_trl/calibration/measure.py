@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, tokenize
-from ..rollouts.engines import EngineSpec
+from ..rollouts.sampling import EngineSpec
 from .causes import Case, diagnose
 from .mismatch import measure_engine
 from .result import Calibration, EngineMismatch

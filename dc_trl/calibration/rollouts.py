@@ -11,9 +11,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.tensors import policy_tensors
-from ..rollouts.end_tokens import end_tokens, pad_token
-from ..rollouts.engines import EngineSpec
-from ..rollouts.replica import Replica
+from ..rollouts.replica import Replica, end_tokens
+from ..rollouts.sampling import EngineSpec
 from ..serving.client import ServerClient, Weights, require_loaded
 from ..serving.connection import Patience
 from ..serving.fit import layer_kinds, schemes_of
@@ -117,7 +116,7 @@ def _from_replica(
                 do_sample=True,
                 temperature=settings.temperature,
                 top_k=0,
-                pad_token_id=pad_token(tokenizer, ends),
+                pad_token_id=ends[0],
                 eos_token_id=ends,
             )
             completions, logps = replica.generate(asked, config, settings.temperature)

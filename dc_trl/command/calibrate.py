@@ -23,7 +23,7 @@ from ..calibration import CalibrationSettings, calibrate
 from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
 from ..calibration.tables import print_calibration
-from ..rollouts.engines import ENGINE_HELP, EngineSpec
+from ..rollouts.sampling import ENGINE_HELP, EngineSpec
 from ..serving.errors import ServerError
 from ..settings.command_line import (
     OptionParser,

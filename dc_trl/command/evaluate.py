@@ -18,8 +18,7 @@ from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
 from ..evaluation.results import Evaluation, print_comparison, print_evaluations
 from ..quantization.schemes import SCHEMES
-from ..rollouts.engines import ENGINE_HELP
-from ..rollouts.sampling import Sampling
+from ..rollouts.sampling import ENGINE_HELP, Sampling
 from ..serving.errors import ServerError
 from ..settings.command_line import (
     OptionParser,

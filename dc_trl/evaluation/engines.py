@@ -8,10 +8,8 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from ..rollouts.engines import EngineSpec
 from ..rollouts.replica import Replica
-from ..rollouts.sampling import Engine, ReplicaEngine
-from ..rollouts.server_engine import Disclosed, ServerEngine
+from ..rollouts.sampling import Disclosed, Engine, EngineSpec, ReplicaEngine, ServerEngine
 from ..serving.server import serve
 from ..settings.command_line import say
 

@@ -63,49 +63,26 @@ def grouped_attention(
     output = query.new_empty(batch, queries, heads, width)
     for first in range(0, batch, sequences_at_a_time):
         b = slice(first, first + sequences_at_a_time)
-        k, v = key[b].double(), value[b].double()
+        k, v = key[b].double().transpose(2, 3), value[b].double()
         for start in range(0, queries, queries_at_a_time):
-            q = slice(start, start + queries_at_a_time)
-            mask = None if attention_mask is None else attention_mask[b, :, q]
-            block = _attend(query[b, :, q].double(), k, v, mask, scaling, softcap, s_aux, in_tiles)
-            output[b, q] = block.transpose(1, 2)
+            q = query[b, :, start : start + queries_at_a_time].double()
+            scores = (q.reshape(len(q), groups, -1, width) @ k * scaling).view(*q.shape[:3], keys)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if attention_mask is not None:
+                scores = scores + attention_mask[b, :, start : start + queries_at_a_time]
+            if s_aux is not None:
+                sinks = s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+                scores = torch.cat([scores, sinks], dim=-1)
+            if in_tiles:
+                # Rounded for the product with the values, but not for the sum that the product is divided by.
+                powers = (scores - scores.detach().amax(-1, keepdim=True)).exp()
+                weights, total = straight_through(powers.bfloat16().double(), powers), powers.sum(-1, keepdim=True)
+            else:
+                weights, total = scores.softmax(-1), scores.new_ones(())
+            weights = weights[..., :keys].reshape(len(q), groups, -1, keys)
+            output[b, start : start + queries_at_a_time] = ((weights @ v).view(q.shape) / total).transpose(1, 2)
     return output, None
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    in_tiles: bool,
-) -> Tensor:
-    """Return the attention of a block of queries, shape (batch, heads, queries, width), float64.
-
-    ``in_tiles`` rounds exp(score - largest score) to bfloat16 for the product with the values, but not for the sum
-    that the product is divided by; gradients pass the rounding unchanged.
-    """
-    batch, heads, queries, width = query.shape
-    groups = key.shape[1]
-    scores = query.reshape(batch, groups, -1, width) @ key.transpose(2, 3) * scaling
-    scores = scores.view(batch, heads, queries, -1)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores + mask
-    if s_aux is not None:
-        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(batch, -1, queries, 1)], dim=-1)
-    if in_tiles:
-        powers = (scores - scores.detach().amax(-1, keepdim=True)).exp()
-        weights, total = straight_through(powers.bfloat16().double(), powers), powers.sum(-1, keepdim=True)
-    else:
-        weights, total = scores.softmax(-1), None
-    if s_aux is not None:
-        weights = weights[..., :-1]
-    attended = (weights.reshape(batch, groups, -1, weights.shape[-1]) @ value).view(query.shape)
-    return attended if total is None else attended / total
 
 
 AttentionInterface.register(NAME, grouped_attention)

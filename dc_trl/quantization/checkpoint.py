@@ -1,12 +1,10 @@
 """The deployable checkpoint: the policy in its deployment scheme, as `vllm serve` and transformers load it."""
 
-import errno
 import json
 import os
-import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -33,6 +31,9 @@ from .schemes import quantized_weights, require_served_scheme, resolve_scheme
 from .tensors import policy_tensors
 
 
+_SHARD_BYTES = 4 * 2**30  # size at which a new file is begun; a single tensor may exceed it
+
+
 class CheckpointWriter:
     """Writes a policy in a deployment scheme as a checkpoint directory, again each time its weights have changed.
 
@@ -44,7 +45,6 @@ class CheckpointWriter:
         policy: transformers causal language model, or a PEFT model around one; only its architecture is read.
         scheme: one of `dc_trl.quantization.schemes.SCHEMES`.
         processing_class: tokenizer or processor that goes with the model, or None.
-        max_shard_bytes: size at which a new file is begun; a single tensor may exceed it.
 
     Raises:
         ValueError: the scheme is unknown, no engine serves it, or it does not fit the model's layers.
@@ -55,12 +55,10 @@ class CheckpointWriter:
         policy: PreTrainedModel | PeftModel,
         scheme: str,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        max_shard_bytes: int = 4 * 2**30,
     ):
         require_served_scheme(scheme)
         self.scheme = scheme
         self._processing_class = processing_class
-        self._max_shard_bytes = max_shard_bytes
         base = base_model(policy)
         self._model = empty_copy(policy)
         self._model.tie_weights()
@@ -69,23 +67,18 @@ class CheckpointWriter:
         self._generation_config = base.generation_config or GenerationConfig()
         self._quantization = resolve_scheme(scheme, self._model)
         self._quantized = set(quantized_weights(self._model)) if self._quantization.weights is not None else set()
-        self._check_published_layout()
+        for name in sorted(self._quantized):
+            weight = self._model.get_parameter(name)
+            if weight.ndim == 3 and any(value.ndim != 2 for _, value in self._published(name, weight)):
+                raise ValueError(
+                    f"deployment_scheme={scheme!r} cannot be written: {type(self._model).__name__}'s checkpoints keep "
+                    f"{name!r} in one tensor, and vLLM loads quantized experts one by one: use 'bf16'."
+                )
         # A tensor that several modules share has one name here, as in published checkpoints.
         persistent = self._model.state_dict().keys()
         names: dict[str, Tensor] = dict(self._model.named_parameters())
         names |= {name: buffer for name, buffer in self._model.named_buffers() if name in persistent}
         self._names = names.keys()
-
-    def _check_published_layout(self) -> None:
-        """Refuse to quantize experts that the model's published checkpoints hold in one tensor."""
-        for name in sorted(self._quantized):
-            weight = self._model.get_parameter(name)
-            if weight.ndim == 3 and any(value.ndim != 2 for _, value in self._published(name, weight)):
-                raise ValueError(
-                    f"deployment_scheme={self.scheme!r} cannot be written: {type(self._model).__name__}'s checkpoints "
-                    f"keep {name!r} in one tensor, and vLLM loads quantized experts one by one. Use "
-                    "deployment_scheme='bf16'."
-                )
 
     @torch.no_grad()
     def write(self, tensors: Iterable[tuple[str, Tensor]], directory: str | os.PathLike[str]) -> int:
@@ -108,7 +101,10 @@ class CheckpointWriter:
         partial = directory.parent / f".{directory.name}-{uuid.uuid4().hex}.partial"
         with locked_folder(partial, others=f".{directory.name}-*.partial", mode=0o700):
             self._write_configuration(partial)
-            self._write_tensors(tensors, partial)
+            try:
+                self._write_tensors(tensors, partial)
+            except SafetensorError as error:
+                raise OSError(f"{directory} cannot be written: {error}") from error
             partial.chmod(0o755)
             size = sum(file.stat().st_size for file in partial.iterdir())
             replace_folder_link(directory)
@@ -129,41 +125,25 @@ class CheckpointWriter:
             self._processing_class.save_pretrained(directory)
 
     def _write_tensors(self, tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
-        missing = set(self._names)
-        shards: list[list[str]] = []  # names of the tensors in each file
-        total = 0
-        for shard in self._shards(tensors, missing):
-            total += sum(value.nbytes for value in shard.values())
-            _save(shard, directory / f"{len(shards)}.safetensors")
-            shards.append(list(shard))
-            shard.clear()  # before the next file is held
-        if missing:
-            listed = ", ".join(sorted(missing)[:3])
-            raise KeyError(f"{len(missing)} weights of the policy are missing, {listed} among them")
-        count = len(shards)
-        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        for number, name in enumerate([SAFE_WEIGHTS_NAME] if count == 1 else names):
-            (directory / f"{number}.safetensors").rename(directory / name)
-        if count > 1:
-            files = {part: name for name, shard in zip(names, shards, strict=True) for part in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": files}
-            write_text(directory / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-    def _shards(self, tensors: Iterable[tuple[str, Tensor]], missing: set[str]) -> Iterator[dict[str, Tensor]]:
-        """Yield the checkpoint's tensors by files, and remove the names of the weights that came from `missing`."""
-        held: dict[str, Tensor] = {}
-        size = 0
+        missing, held, size = set(self._names), dict[str, Tensor](), 0
+        files: dict[str, str] = {}
         for name, tensor in tensors:
             if name not in missing:
                 continue
             missing.remove(name)
             for part, value in self._stored(name, tensor).items():
-                if held and size + value.nbytes > self._max_shard_bytes:
-                    yield held
-                    held, size = {}, 0
+                if size + value.nbytes > _SHARD_BYTES:
+                    _save(held, directory, files)
+                    size = 0
                 held[part] = value
                 size += value.nbytes
-        yield held
+        if missing:
+            raise KeyError(f"{len(missing)} weights of the policy are missing, {min(missing)} among them")
+        last = _save(held, directory, files)
+        if len(set(files.values())) == 1:
+            last.rename(directory / SAFE_WEIGHTS_NAME)
+        else:
+            write_text(directory / SAFE_WEIGHTS_INDEX_NAME, json.dumps({"metadata": {}, "weight_map": files}))
 
     def _stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the checkpoint's tensors of a weight by name, on the CPU, none of which shares memory with it."""
@@ -178,10 +158,7 @@ class CheckpointWriter:
         return {key: value.contiguous().cpu() for key, value in stored.items()}
 
     def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Return a weight by the names of the model's published checkpoints, with fused experts one by one.
-
-        `save_pretrained` calls `revert_weight_conversion`; transformers has no public name for it.
-        """
+        # By the names of the model's published checkpoints, with fused experts one by one.
         return revert_weight_conversion(self._model, {name: tensor.detach()}).items()
 
     def _quantization_config(self) -> QuantizationConfig:
@@ -212,11 +189,10 @@ def write_deployable(model: str, scheme: str, directory: str | os.PathLike[str],
     return CheckpointWriter(policy, scheme, tokenizer).write(policy_tensors(policy), directory)
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file; raise OSError where the file system refuses."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        code = errno.EIO if number is None else int(number[1])
-        raise OSError(code, os.strerror(code), str(path)) from error
+def _save(held: dict[str, Tensor], directory: Path, files: dict[str, str]) -> Path:
+    """Write the tensors that are held as the next file, enter it into `files`, and hold them no longer."""
+    path = directory / f"model-{len(set(files.values())) + 1:05d}.safetensors"
+    save_file(held, path, metadata={"format": "pt"})
+    files |= dict.fromkeys(held, path.name)
+    held.clear()
+    return path

@@ -7,13 +7,15 @@ as if ∂Q/∂W = 1: the straight-through estimator (arXiv 1308.3432). QaRL (arX
 
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from peft import PeftModel
+from peft.tuners.lora import Embedding, Linear, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainerCallback
@@ -22,16 +24,90 @@ from . import attention
 from .fake_quantize import (
     ActivationQuantizer,
     fake_quantize_weight,
+    multiply_numbers,
     quantize_gated,
-    quantized_product,
     straight_through,
     weight_numbers,
 )
-from .layers import Layer, adapter_deltas, adapter_tensors, layers_of, own_parameters
 from .policy import base_model, empty_copy, with_positions
 from .rounding import round_as_vllm
 from .schemes import fused_experts, quantized_linears, quantized_weights, resolve_scheme
 from .tensors import require_merged_form
+
+
+class _Layer:
+    """A module that has parameters, the adapters around it, and the names of the parameters that are quantized."""
+
+    def __init__(self, module: nn.Module, adapters: tuple[Any, ...], quantized: set[str]):
+        self.module = module
+        self.adapters = adapters
+        self.quantized = quantized
+        self.multiplies_numbers = False  # whether the placed weight holds numbers of the format
+        self._masters: dict[str, nn.Parameter] = {}
+
+    @property
+    def placed(self) -> bool:
+        return bool(self._masters)  # the module holds the deployed parameters
+
+    def place(self, deployed: dict[str, Tensor]) -> None:
+        self._masters = _own_parameters(self.module)
+        self._set(deployed)
+
+    def take_back(self) -> None:
+        self._set(self._masters)
+        self._masters = {}
+
+    def _set(self, tensors: Mapping[str, Tensor]) -> None:
+        for key, tensor in tensors.items():
+            delattr(self.module, key)  # a module refuses a plain tensor in the place of a parameter
+            setattr(self.module, key, tensor)
+
+    def adapters_of(self, key: str) -> Iterator[Any]:
+        """Yield the active adapters of a parameter: those of a whole layer adapt its weight, others name theirs."""
+        for adapter in self.adapters:
+            adapted = adapter.parameter_name if isinstance(adapter, ParamWrapper) else "weight"
+            if adapted == key and not adapter.disable_adapters and not adapter.merged:
+                yield adapter
+
+
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False))
+
+
+def _layers_of(module: nn.Module, name: str, adapters: tuple[Any, ...] = ()) -> Iterator[tuple[str, nn.Module, tuple]]:
+    """Yield each module that has parameters: its name in the base architecture, the module, and adapters around it.
+
+    A module that PEFT trains a copy of is yielded together with each copy, under one name.
+    """
+    if isinstance(module, BaseTunerLayer):
+        _require_sum(module, name)
+        yield from _layers_of(module.base_layer, name, (*adapters, module))
+    elif isinstance(module, ModulesToSaveWrapper):
+        for copy in (module.original_module, *module.modules_to_save.values()):
+            yield from _layers_of(copy, name)
+    else:
+        if _own_parameters(module):
+            yield name, module, adapters
+        for key, child in module.named_children():
+            yield from _layers_of(child, f"{name}.{key}" if name else key)
+
+
+def _require_sum(adapter: BaseTunerLayer, name: str) -> None:
+    # The merged weight is W + ΔW, with a ΔW that PEFT computes with its gradient.
+    sum_of_two = isinstance(adapter, (Linear, Embedding, ParamWrapper))
+    if not sum_of_two or adapter.lora_variant or any(adapter.lora_bias.values()):
+        raise ValueError(
+            f"peft_config adapts {name!r} by {type(adapter).__module__}.{type(adapter).__name__}, whose merged weight "
+            "train_through_quantization=True cannot train through: use LoRA without variants (use_dora and the like) "
+            "and without lora_bias, or train_through_quantization=False."
+        )
+
+
+def _adapter_deltas(adapter: Any) -> Iterator[Tensor]:
+    """Yield ΔW of each active adapter of a layer, in the order in which merging adds them to W."""
+    for name in adapter.active_adapters:
+        if name in adapter.lora_A or name in adapter.lora_embedding_A:
+            yield adapter.get_delta_weight(name)
 
 
 class DeployedForward(TrainerCallback):
@@ -39,9 +115,8 @@ class DeployedForward(TrainerCallback):
 
     Modules, names and parameters stay as they are; hooks replace the parameters by the deployed weights while a module
     computes. Deployed weights are cached until the parameters change. Some optimizers, fused AdamW among them, change
-    them without PyTorch's knowledge: add this as a callback to the trainer, or call `forget` after each step. Under
-    FSDP2 the deployed weights are computed from the gathered parameters each time, which must be gathered unrounded
-    (no `param_dtype`).
+    them without PyTorch's knowledge: add this as a callback to the trainer. Under FSDP2 the deployed weights are
+    computed each time, from parameters that must be gathered unrounded (no `param_dtype`).
 
     LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and A and
     B get its gradient. Dropout of an adapter is not applied.
@@ -81,37 +156,26 @@ class DeployedForward(TrainerCallback):
         self._compute = compute
         self._weight_args = quantization.weights if weights else None
         args = quantization.input_activations if activations else None
-        self._quantizer = None if args is None else ActivationQuantizer(args, shared_dtype=torch.bfloat16)
-        self._cache: dict[tuple[int, ...], tuple[list[tuple[int, int]], Tensor, Tensor | None]] = {}
+        self._quantizer = None if args is None else ActivationQuantizer(args)
+        self._cache: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}  # state of the parameters, weight and scale
         self._within_policy = False  # whether the whole policy runs forward, and not its backbone alone
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
         quantized_layers = {*quantized_linears(architecture), *fused_experts(architecture)}
         require_merged_form(policy)
-        layers = [
-            Layer(
-                name,
-                module,
-                merged if adapters else (),
-                {key for key in own_parameters(module) if f"{name}.{key}" in quantized},
-            )
-            for name, module, merged in layers_of(base, "")
-        ]
-        by_token = args is not None and args.group_size is None
         head = base.get_output_embeddings()
         in_head = set() if head is None else set(head.modules())
-        self._head = [layer for layer in layers if layer.module in in_head]
-        for layer in layers:
-            if layer.module not in in_head:
-                quantizes = self._quantizer is not None and layer.name in quantized_layers
-                layer.multiplies_numbers = (
-                    quantizes and by_token and weights and compute and isinstance(layer.module, nn.Linear)
-                )
-                self._hook(layer, quantizes)
+        self._head: list[_Layer] = []
+        for name, module, merged in _layers_of(base, ""):
+            of_layer = {key for key in _own_parameters(module) if f"{name}.{key}" in quantized}
+            layer = _Layer(module, merged if adapters else (), of_layer)
+            if module in in_head:
+                self._head.append(layer)
+            else:
+                self._hook(layer, self._quantizer if name in quantized_layers else None)
             for adapter in layer.adapters:
                 self._merge(adapter)
         self._hook_policy(base)
-        self._recompute_as_computed(base)
         if compute:
             round_as_vllm(base, lambda: self.enabled)
         self._base = base
@@ -138,80 +202,45 @@ class DeployedForward(TrainerCallback):
             self._base.set_experts_implementation(self._experts[on])
 
     @contextmanager
-    def active(self, on: bool = True) -> Iterator[None]:
-        """Compute as the deployed policy within the context or, with ``on=False``, as the policy itself."""
-        before, self.enabled = self.enabled, on
+    def active(self) -> Iterator[None]:
+        """Compute as the deployed policy within the context."""
+        before, self.enabled = self.enabled, True
         try:
             yield
         finally:
             self.enabled = before
 
-    def forget(self) -> None:
-        """Drop the cached deployed weights, after parameters have changed without PyTorch's knowledge."""
-        self._cache.clear()
-
     def on_optimizer_step(self, args, state, control, **kwargs):
-        self.forget()
-
-    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the `context_fn` result for `torch.utils.checkpoint`, to recompute a layer as it was computed."""
-        return nullcontext(), self._recomputation(self.enabled)
-
-    @contextmanager
-    def _recomputation(self, on: bool) -> Iterator[None]:
-        with self.active(on):
-            try:
-                yield
-            finally:
-                self._reset()
+        self._cache.clear()
 
     # Hooks are functions and not bound methods: merging an adapter copies its layer, which would copy this object and
     # with it the policy.
 
-    def _hook(self, layer: Layer, quantizes: bool) -> None:
-        forward = self
+    def _hook(self, layer: _Layer, quantizer: ActivationQuantizer | None) -> None:
+        forward, module = self, layer.module
+        is_linear = isinstance(module, nn.Linear)
 
         def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
             if not forward.enabled:
                 return None
             forward._place(layer)
-            if not quantizes or layer.multiplies_numbers or forward._quantizer is None:
-                return None
-            return forward._quantizer(module, inputs)
+            return None if quantizer is None or layer.multiplies_numbers else quantizer(module, inputs)
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             layer.take_back()
 
-        layer.module.register_forward_pre_hook(before)
-        layer.module.register_forward_hook(after, always_call=True)
-        if layer.multiplies_numbers:
-            self._multiply_numbers(layer)
-        if quantizes and not isinstance(layer.module, nn.Linear):
-            assert self._quantizer is not None
-            quantize_gated(layer.module, self._quantizer, lambda: forward.enabled)
-
-    def _multiply_numbers(self, layer: Layer) -> None:
-        """Make a layer multiply quantized numbers and scale the sums, as engines do."""
-        forward, quantizer = self, self._quantizer
-        assert quantizer is not None
-        linear: Any = layer.module
-        own = linear.forward
-
-        @functools.wraps(own)
-        def product(activations: Tensor) -> Tensor:
-            if not forward.enabled:
-                return own(activations)
-            assert layer.weight_scale is not None
-            numbers = quantizer.shared(activations)
-            return quantized_product(activations, *numbers, linear.weight, layer.weight_scale, linear.bias)
-
-        linear.forward = product
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True)
+        if quantizer is None:
+            return
+        if is_linear and quantizer.by_token and self._weights and self._compute:
+            layer.multiplies_numbers = True
+            multiply_numbers(module, quantizer, lambda: forward.enabled)
+        elif not is_linear:
+            quantize_gated(module, quantizer, lambda: forward.enabled)
 
     def _hook_policy(self, base: PreTrainedModel) -> None:
-        """Register hooks of the whole policy and its backbone.
-
-        They place the output head until the forward pass ends, because TRL's fused head reads its weight from outside.
-        """
+        # The output head is placed until the forward pass ends: TRL's fused head reads its weight from outside.
         forward = self
         autocasts: list[torch.autocast] = []
         backbone = base.base_model
@@ -227,14 +256,11 @@ class DeployedForward(TrainerCallback):
 
         def before(module: nn.Module, inputs: Any) -> None:
             forward._within_policy = True
-            if not isinstance(forward._policy, FSDPModule):
-                place_head()
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
             forward._within_policy = False
             for layer in forward._head:
                 layer.take_back()
-            forward._reset()
 
         def before_backbone(module: nn.Module, inputs: Any, options: dict[str, Any]) -> tuple[Any, Any] | None:
             if not forward.enabled or not forward._compute:
@@ -271,64 +297,41 @@ class DeployedForward(TrainerCallback):
 
         adapter.forward = merged
 
-    def _recompute_as_computed(self, base: Any) -> None:
-        forward, enable = self, base.gradient_checkpointing_enable
-
-        @functools.wraps(enable)
-        def enabled(gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
-            kwargs = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
-            if not kwargs["use_reentrant"]:
-                kwargs["context_fn"] = forward.checkpoint_contexts
-            enable(gradient_checkpointing_kwargs=kwargs, **options)
-
-        base.gradient_checkpointing_enable = enabled
-        if base.is_gradient_checkpointing:
-            enabled()
-
-    def _reset(self) -> None:
-        """Free the activations that are kept for the next layer."""
-        if self._quantizer is not None:
-            self._quantizer.reset()
-
-    def _place(self, layer: Layer) -> None:
+    def _place(self, layer: _Layer) -> None:
         if (self._weights or self._compute or layer.adapters) and not layer.placed:
             layer.place(
-                {key: self._deployed(layer, key, master) for key, master in own_parameters(layer.module).items()}
+                {key: self._deployed(layer, key, master) for key, master in _own_parameters(layer.module).items()}
             )
 
-    def _deployed(self, layer: Layer, key: str, master: Tensor) -> Tensor:
+    def _deployed(self, layer: _Layer, key: str, master: Tensor) -> Tensor:
         """Return the tensor that a module computes with in place of a parameter, of the same shape."""
         adapters = list(layer.adapters_of(key))
-        tensors = [master, *(tensor for adapter in adapters for tensor in adapter_tensors(adapter))]
-        needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        state = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
-        found = self._cache.get(identity := tuple(map(id, tensors)))
-        value, scale = (None, None) if found is None or found[0] != state else found[1:]
-        deltas: list[Tensor] = []
-        if needed or value is None:
+        tensors = [master, *(each for adapter in adapters for each in adapter.parameters())]
+        needed = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        identity = (id(master), *((id(adapter), *adapter.active_adapters) for adapter in adapters))
+        state = [(each.data_ptr(), each._version) for each in tensors]
+        known, value, scale = self._cache.get(identity, (None, None, None))
+        fresh, deltas = known != state, []
+        if fresh or needed:
             with torch.autocast(master.device.type, enabled=False):  # as in merging
-                deltas = [delta for adapter in adapters for delta in adapter_deltas(adapter)]
-        if value is None:
+                deltas = [delta for adapter in adapters for delta in _adapter_deltas(adapter)]
+        if fresh:
             # Outside of inference mode: the value is cached, and a later forward may need gradients.
             with torch.inference_mode(False), torch.no_grad():
-                merged = master.detach()
-                for delta in deltas:
-                    merged = merged + delta
-                if layer.multiplies_numbers and key in layer.quantized:
-                    assert self._weight_args is not None
-                    numbers, scale = weight_numbers(merged, self._weight_args)
-                    value = numbers.to(torch.bfloat16)  # exactly
-                else:
-                    value = self._value(merged, self._weight_args if key in layer.quantized else None)
+                value, scale = self._value(layer, sum(deltas, master.detach()), key in layer.quantized)
             # FSDP2 gathers into the same memory without changing the versions.
             if not isinstance(self._policy, FSDPModule):
                 self._cache[identity] = state, value, scale
         if scale is not None:
-            layer.weight_scale = scale
+            layer.module.weight_scale = scale
         return straight_through(value, master, *deltas) if needed else value
 
-    def _value(self, weight: Tensor, args: QuantizationArgs | None) -> Tensor:
+    def _value(self, layer: _Layer, weight: Tensor, quantized: bool) -> tuple[Tensor, Tensor | None]:
+        args = self._weight_args if quantized else None
+        if args is not None and layer.multiplies_numbers:
+            numbers, scale = weight_numbers(weight, args)
+            return numbers.to(torch.bfloat16), scale  # exactly
         value = weight if args is None else fake_quantize_weight(weight, args)
         if self._weights or self._compute:
             value = value.to(torch.bfloat16)
-        return value if self._compute else value.to(weight.dtype)
+        return (value if self._compute else value.to(weight.dtype)), None

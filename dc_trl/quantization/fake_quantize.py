@@ -1,5 +1,7 @@
 """Round trips of weights and activations through a scheme's number format, as the deployed policy computes."""
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +17,6 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.utils import calculate_qparams, calculate_range, maybe_pad_tensor_for_block_quant
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-from .schemes import fused_experts, quantized_linears
 
 
 @torch.no_grad()
@@ -125,44 +124,48 @@ class ActivationQuantizer:
 
     Args:
         args: dynamic quantization of activations by token, or by token and group of channels.
-        shared_dtype: dtype of the numbers that `shared` returns, which holds them exactly.
     """
 
-    def __init__(self, args: QuantizationArgs, shared_dtype: torch.dtype = torch.float32):
+    def __init__(self, args: QuantizationArgs):
+        self.by_token = args.group_size is None
         self._group_size = args.group_size
         self._is_float8 = args.type == QuantizationType.FLOAT
         self._largest = calculate_range(args, "cpu")[1].item()
         # The least scale of an FP8 token is that of vLLM. Elsewhere zeros only have to stay zeros.
-        by_token = self._is_float8 and self._group_size is None
-        self._least_scale = 1 / (self._largest * 512) if by_token else torch.finfo(torch.float32).tiny
-        self._shared_dtype = shared_dtype
-        # Layers that read the same activations (q, k and v; gate and up) follow one another, and quantize them once:
-        # the last activations with their round trip, and with their numbers and scales.
-        self._last_trip: tuple[Tensor, Tensor] | None = None
-        self._last_numbers: tuple[Tensor, Tensor, Tensor] | None = None
+        smallest = self._is_float8 and self.by_token
+        self._least_scale = 1 / (self._largest * 512) if smallest else torch.finfo(torch.float32).tiny
+        # Layers that read the same tensor (q, k and v; gate and up) follow one another, and quantize it once.
+        self._last: tuple[Any, Any, Any] = (lambda: None, None, None)  # reference to it, function and result
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self._last_trip is None or self._last_trip[0] is not inputs[0]:
-            self._last_trip = inputs[0], self.fake_quantize(inputs[0])
-        return self._last_trip[1], *inputs[1:]
+        return straight_through(self.shared(self._round_trip, inputs[0]), inputs[0]), *inputs[1:]
+
+    @torch.no_grad()
+    def shared(self, function: Callable[[Tensor], Any], activations: Tensor) -> Any:
+        """Return the result of a function, computed once for layers that read the same tensor in succession."""
+        last, of_function, result = self._last
+        if last() is not activations or of_function != function:
+            result = function(activations)
+            self._last = weakref.ref(activations), function, result
+        return result
 
     def fake_quantize(self, activations: Tensor) -> Tensor:
         """Return activations of shape (..., channels) after the round trip of each token, in the same shape and dtype.
 
         Gradients pass the round trip unchanged, see `straight_through`.
         """
-        with torch.no_grad():
-            numbers, scale = self.quantize(activations)
-            value = numbers.mul_(scale).to(activations.dtype).view_as(activations)
-        return straight_through(value, activations)
+        return straight_through(self._round_trip(activations), activations)
 
     @torch.no_grad()
-    def shared(self, activations: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result of `quantize`, computed once for layers that read the same tensor in succession."""
-        if self._last_numbers is None or self._last_numbers[0] is not activations:
-            numbers, scale = self.quantize(activations)
-            self._last_numbers = activations, numbers.to(self._shared_dtype), scale
-        return self._last_numbers[1:]
+    def _round_trip(self, activations: Tensor) -> Tensor:
+        numbers, scale = self.quantize(activations)
+        return numbers.mul_(scale).to(activations.dtype).view_as(activations)
+
+    def numbers(self, activations: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the result of `quantize`, with bfloat16 numbers where they are kept for a gradient or on a GPU."""
+        numbers, scale = self.quantize(activations)
+        kept = activations.requires_grad or activations.is_cuda
+        return (numbers.to(torch.bfloat16) if kept else numbers), scale
 
     def quantize(self, activations: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of the format and the scales to multiply them with, for each token by itself.
@@ -178,154 +181,61 @@ class ActivationQuantizer:
         if self._group_size is not None:
             value = value.unflatten(-1, (-1, self._group_size))
         scale = (value.abs().amax(-1, keepdim=True) / self._largest).clamp_(min=self._least_scale)
-        scaled = value * scale.reciprocal() if self._group_size is None else value / scale
+        scaled = value * scale.reciprocal() if self.by_token else value / scale
         return (round_to_float8(scaled) if self._is_float8 else scaled.round_()), scale
-
-    def reset(self) -> None:
-        """Free the activations that are kept for the next layer."""
-        self._last_trip = self._last_numbers = None
-
-
-def scaled_product(
-    numbers: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """Return the product of quantized activations and weights, with the sums scaled and not the factors.
-
-    It is y = (numbers · weightᵀ) × scale × weight_scale + bias, all in float32, as in engines. Scaling the factors
-    first would round each of them to bfloat16, and the next layers' activations would round to other numbers.
-
-    Args:
-        numbers: quantized activations, as numbers of the format, shape (..., in_features), float32 or bfloat16, which
-            holds the numbers of FP8 and INT8 exactly, and which GPUs multiply with sums in float32.
-        scale: scale of each token, shape (..., 1), float32.
-        weight: numbers of the format, shape (out_features, in_features), float32 or bfloat16.
-        weight_scale: scale of each output channel, shape (out_features,), float32.
-        bias: shape (out_features,), or None.
-
-    Returns:
-        Shape (..., out_features), float32.
-    """
-    if weight.device.type == "cuda":
-        rows = numbers.to(torch.bfloat16).flatten(0, -2)
-        sums = torch.mm(rows, weight.t(), out_dtype=torch.float32).unflatten(0, numbers.shape[:-1])
-    else:
-        sums = nn.functional.linear(numbers.float(), weight.float())
-    product = sums * scale * weight_scale
-    return product if bias is None else product + bias
 
 
 class _QuantizedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        activations: Tensor,
-        numbers: Tensor,
-        scale: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
+        ctx: Any, activations: Tensor, numbers: Tensor, token_scale: Tensor, weight: Tensor, scale: Tensor, bias: Any
     ) -> Tensor:
-        ctx.save_for_backward(numbers, scale, weight, weight_scale)
-        return scaled_product(numbers, scale, weight, weight_scale, bias).to(activations.dtype)
+        ctx.save_for_backward(numbers, token_scale, weight, scale)
+        if weight.device.type == "cuda":
+            rows = numbers.flatten(0, -2)
+            sums = torch.mm(rows, weight.t(), out_dtype=torch.float32).unflatten(0, numbers.shape[:-1])
+        else:
+            sums = nn.functional.linear(numbers.float(), weight.float())
+        product = sums * token_scale * scale
+        return (product if bias is None else product + bias).to(activations.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        numbers, scale, weight, weight_scale = ctx.saved_tensors
+        numbers, token_scale, weight, scale = ctx.saved_tensors
         of_activations, _, _, of_weight, _, of_bias = ctx.needs_input_grad
         (gradient,) = gradients
-        rows = gradient.flatten(0, -2)
-        return (
-            gradient @ (weight * weight_scale[:, None]).to(gradient.dtype) if of_activations else None,
-            None,
-            None,
-            rows.t() @ (numbers * scale).to(gradient.dtype).flatten(0, -2) if of_weight else None,
-            None,
-            rows.sum(0) if of_bias else None,
-        )
+        rows, by_activations, by_weight = gradient.flatten(0, -2), None, None
+        if of_activations:
+            by_activations = gradient @ (weight * scale[:, None]).to(gradient.dtype)
+        if of_weight:
+            by_weight = rows.t() @ (numbers * token_scale).to(gradient.dtype).flatten(0, -2)
+        return by_activations, None, None, by_weight, None, rows.sum(0) if of_bias else None
 
 
-def quantized_product(
-    activations: Tensor, numbers: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Return `scaled_product` with the straight-through gradient of the product of the scaled factors.
+def multiply_numbers(linear: Any, quantizer: ActivationQuantizer, active: Callable[[], bool] = lambda: True) -> None:
+    """Make a linear layer multiply quantized numbers and scale the sums, as engines do, while ``active()``.
 
-    Args:
-        activations: activations before quantization, shape (..., in_features), which get the gradient.
-        numbers, scale: quantized activations; the numbers in bfloat16, which holds them exactly.
-        weight: numbers of the format in bfloat16, shape (out_features, in_features). Its gradient is that of the
-            scaled weight, for `straight_through`.
-        weight_scale, bias: see `scaled_product`.
-
-    Returns:
-        Shape (..., out_features), dtype of ``activations``.
-    """
-    return _QuantizedProduct.apply(activations, numbers, scale, weight, weight_scale, bias)
-
-
-class QuantizedLinear(nn.Linear):
-    """Linear layer whose weights and activations are both numbers of a format; see `scaled_product`.
+    With x̂ and Ŵ the numbers, y = (x̂ · Ŵᵀ) × scale of the token × scale of the channel + bias, all in float32, and then
+    in the dtype of x. Scaling the factors first would round each of them to bfloat16, and the next layers' activations
+    would round to other numbers. The gradient is that of the product of the scaled factors, see `straight_through`.
 
     Args:
-        linear: layer whose shape, device and bias it takes over; `quantize_weight` sets the weights.
-        quantizer: quantizer of the input, by token.
+        linear: layer whose weight holds numbers of the format, in float32 or in bfloat16, which holds those of FP8 and
+            INT8 exactly and which GPUs multiply with sums in float32; its ``weight_scale`` is the scale of each output
+            channel, shape (out_features,), float32.
+        quantizer: quantizer of its input, by token.
+        active: returns whether the layer computes in this way now.
     """
+    own = linear.forward
 
-    weight_scale: Tensor
+    @functools.wraps(own)
+    def product(activations: Tensor) -> Tensor:
+        if not active():
+            return own(activations)
+        numbers = quantizer.shared(quantizer.numbers, activations)
+        return _QuantizedProduct.apply(activations, *numbers, linear.weight, linear.weight_scale, linear.bias)
 
-    def __init__(self, linear: nn.Linear, quantizer: ActivationQuantizer):
-        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        device = linear.weight.device
-        # bfloat16 holds the numbers exactly, but only GPUs multiply it with sums in float32.
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.weight = nn.Parameter(torch.empty_like(linear.weight, dtype=dtype), requires_grad=False)
-        self.register_buffer("weight_scale", torch.empty(linear.out_features, dtype=torch.float32, device=device))
-        self.bias = linear.bias
-        self._quantizer = quantizer
-
-    @torch.no_grad()
-    def quantize_weight(self, weight: Tensor, args: QuantizationArgs) -> None:
-        """Set the weight, quantized by output channel.
-
-        Args:
-            weight: shape (out_features, in_features), floating point.
-            args: quantization of weights by channel.
-        """
-        numbers, scale = weight_numbers(weight, args)
-        self.weight.copy_(numbers)
-        self.weight_scale.copy_(scale)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the output, shape (..., out_features), in the dtype of the input, shape (..., in_features)."""
-        numbers, scale = self._quantizer.shared(input)
-        return scaled_product(numbers, scale, self.weight, self.weight_scale, self.bias).to(input.dtype)
-
-
-def quantize_activations(model: PreTrainedModel, args: QuantizationArgs) -> ActivationQuantizer:
-    """Make every layer that a scheme quantizes read quantized activations, from the next forward pass on.
-
-    By token, Linear layers become `QuantizedLinear`, whose weights have to be set. By group, and in experts, the
-    factors of a product are fake-quantized.
-
-    Args:
-        model: model that `resolve_scheme` accepts.
-        args: quantization of activations.
-
-    Returns:
-        The quantizer of all layers, to be `reset` after a forward pass.
-    """
-    quantizer = ActivationQuantizer(args)
-    for name, linear in quantized_linears(model).items():
-        if args.group_size is None:
-            model.set_submodule(name, QuantizedLinear(linear, quantizer))
-        else:
-            linear.register_forward_pre_hook(quantizer)
-    experts = fused_experts(model)
-    if experts:
-        model.set_experts_implementation("grouped_mm")  # "eager" does not call `_apply_gate`
-    for module in experts.values():
-        module.register_forward_pre_hook(quantizer)
-        quantize_gated(module, quantizer)
-    return quantizer
+    linear.forward = product
 
 
 def quantize_gated(experts: Any, quantizer: ActivationQuantizer, active: Callable[[], bool] = lambda: True) -> None:

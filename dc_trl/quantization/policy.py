@@ -26,7 +26,7 @@ def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
     scales = (values.get(name) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
     scale = next((each for each in scales if each is not None), None)
     if scale is None and (divisor := values.get("logits_scaling")) is not None:
-        scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
+        scale = 1 / divisor
     if scale is not None:
         logits = logits * scale
     cap = values.get("final_logit_softcapping")
@@ -60,18 +60,19 @@ def shares_embeddings(policy: PreTrainedModel | PeftModel) -> bool:
     return embedding == head
 
 
-def require_shared_embeddings(policy: PreTrainedModel | PeftModel, reason: str, remedy: str) -> None:
+def require_shared_embeddings(policy: PreTrainedModel | PeftModel) -> None:
     """Refuse an adapter that separates an embedding and an output head that are tied in the configuration.
 
     Raises:
-        ValueError: an adapter separates them; the message gives the reason and the remedy.
+        ValueError: an adapter separates them where the engine, or TRL's merge in place, has one matrix.
     """
     tied = base_model(policy).config.tie_word_embeddings
     if isinstance(policy, PeftModel) and tied and not shares_embeddings(policy):
         raise ValueError(
             "peft_config parts the input embedding from the output head, which tie_word_embeddings=True makes one "
-            f"matrix, and {reason}. {remedy}, keep both out of target_modules and modules_to_save, or save them as "
-            "one (modules_to_save=['embed_tokens'], ensure_weight_tying=True)."
+            "matrix in this engine: keep both out of target_modules and modules_to_save, save them as one "
+            "(modules_to_save=['embed_tokens'], ensure_weight_tying=True), or sample without sharding by the "
+            "in-process replica or by vllm_mode='colocate', with deployment_scheme."
         )
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from .fake_quantize import straight_through
@@ -53,12 +52,12 @@ class _Residual:
     """
 
     def __init__(self) -> None:
-        # Layer → address of the rounded sum, and its two terms.
-        self._entries: dict[int, tuple[int, Tensor, Tensor]] = {}
         self._before: Tensor | None = None  # input of the last norm
         self._added: Tensor | None = None  # output of attention or MLP since then
+        # Layer → address of the rounded sum at its entry, and the two terms.
+        self._entries: dict[int, tuple[int, Tensor | None, Tensor | None]] = {}
 
-    def begin(self) -> None:
+    def begin(self, output: Any) -> None:
         """Discard the values of an earlier forward pass, before a new one."""
         self._entries.clear()
         self._before = self._added = None
@@ -71,22 +70,16 @@ class _Residual:
         """Record the sum that a layer passes to the next one."""
         if not torch.is_grad_enabled():  # no layer will be computed again
             self._entries.clear()
-        if self._before is not None and self._added is not None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            self._entries[number + 1] = (hidden.data_ptr(), self._before, self._added)
+        hidden = output[0] if isinstance(output, tuple) else output
+        self._entries[number + 1] = (hidden.data_ptr(), self._before, self._added)
 
-    def sum_at_entry(self, number: int, hidden: Tensor) -> Tensor:
-        """Return the unrounded sum of ``hidden`` at the entry of a layer; shape of ``hidden``, float32."""
-        address, before, added = self._entries.get(number, (None, None, None))
-        if address != hidden.data_ptr():
-            before = added = None
-        return self._sum(before, added, hidden)
-
-    def sum_within(self, hidden: Tensor) -> Tensor:
-        """Return the unrounded sum of ``hidden`` between attention and MLP; shape of ``hidden``, float32."""
-        return self._sum(self._before, self._added, hidden)
-
-    def _sum(self, before: Tensor | None, added: Tensor | None, hidden: Tensor) -> Tensor:
+    def exact(self, number: int | None, hidden: Tensor) -> Tensor:
+        """Return the unrounded sum of ``hidden``, float32, at the entry of a layer or, with None, within one."""
+        if number is not None:
+            address, self._before, self._added = self._entries.get(number, (0, None, None))
+            if address != hidden.data_ptr():
+                self._before = None
+        before, added = self._before, self._added
         self._before, self._added = hidden.detach(), None
         exact = hidden.float()
         if before is None or added is None:
@@ -119,49 +112,28 @@ def _fuse_norms(decoder: nn.Module, layers: Any, active: Callable[[], bool]) -> 
     def when_active(step: Callable[[Any], None]) -> Callable[..., None]:
         return lambda module, inputs, output=None: step(output) if active() else None
 
-    decoder.register_forward_pre_hook(when_active(lambda _: residual.begin()))
+    decoder.register_forward_pre_hook(when_active(residual.begin))
     for number, layer in enumerate(layers):
         layer.self_attn.register_forward_hook(when_active(residual.add))
         layer.mlp.register_forward_hook(when_active(residual.add))
         layer.register_forward_hook(when_active(partial(residual.leave, number)))
-    for number, norm in enumerate(entries):
-        _read_exact_sum(norm, partial(residual.sum_at_entry, number), active)
-    for norm in inner:
-        _read_exact_sum(norm, residual.sum_within, active)
+    for place, norm in [*enumerate(entries), *((None, norm) for norm in inner)]:
+        for copy in _copies(norm):
+            copy.forward = partial(_norm, copy, copy.forward, partial(residual.exact, place), active)
 
 
-def _copies(norm: Any) -> list[Any]:
-    """Return a norm and the copies of it that PEFT trains."""
+def _copies(norm: Any) -> list[Any]:  # the norm and the copies of it that PEFT trains
     if isinstance(norm, ModulesToSaveWrapper):
         return [norm.original_module, *norm.modules_to_save.values()]
     return [norm]
 
 
-def _read_exact_sum(norm: Any, exact: Callable[[Tensor], Tensor], active: Callable[[], bool]) -> None:
-    """Make a norm read the exact sum in place of the rounded one."""
-    for copy in _copies(norm):
-        copy.forward = partial(_norm, copy, copy.forward, exact, active)
-
-
-def _norm(
-    norm: Any,
-    own: Callable[[Tensor], Tensor],
-    exact: Callable[[Tensor], Tensor],
-    active: Callable[[], bool],
-    hidden: Tensor,
-) -> Tensor:
+def _norm(norm: Any, own: Callable, exact: Callable, active: Callable[[], bool], hidden: Tensor) -> Tensor:
     return rms_norm(exact(hidden), norm.weight, norm.variance_epsilon) if active() else own(hidden)
 
 
 def _is_rms_norm(norm: Any) -> bool:
-    """Return whether a norm computes `rms_norm`, judged by its result, because each family has its own class."""
-    if dict(norm.named_parameters()).keys() != {"weight"} or "variance_epsilon" not in vars(norm):
-        return False
-    value = torch.linspace(-3, 7, norm.weight.numel(), device=norm.weight.device).to(norm.weight.dtype)
-    weight = value.flip(0)  # the norm's own weight may be sharded
-    with torch.no_grad():
-        theirs = functional_call(norm, {"weight": weight}, (value,))
-    return torch.equal(theirs, rms_norm(value.float(), weight, norm.variance_epsilon))
+    return dict(norm.named_parameters()).keys() == {"weight"} and "variance_epsilon" in vars(norm)
 
 
 class _LateRounded(Tensor):

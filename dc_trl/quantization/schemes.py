@@ -6,12 +6,11 @@ lm_head, embeddings, norms and the routers of experts stay unquantized in every 
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     widths = {key.removesuffix(".weight"): weight.shape[-1] for key, weight in quantized_weights(model).items()}
     if name == "int4" and (odd := [layer for layer, width in widths.items() if width % 128]):
         group_size = 32
-        _warn_once(
+        logging.get_logger(__name__).warning_once(
             f"deployment_scheme='int4' is in groups of 32 here, as 'int4_g32' is: the {widths[odd[0]]} inputs of "
             f"layer {odd[0]!r} are no multiple of 128."
         )
@@ -129,11 +128,6 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     return scheme
 
 
-@cache
-def _warn_once(message: str) -> None:
-    logging.getLogger(__name__).warning(message)
-
-
 def _require_known_layout(scheme: str, layer: str, experts: nn.Module) -> None:
     weights = dict(experts.named_parameters(recurse=False))
     if weights.keys() == {"gate_up_proj", "down_proj"}:
@@ -141,9 +135,7 @@ def _require_known_layout(scheme: str, layer: str, experts: nn.Module) -> None:
         # transformers' implementations of experts compute the input of down_proj in `_apply_gate`.
         if weights["gate_up_proj"].shape[1:] == (2 * columns, rows) and hasattr(experts, "_apply_gate"):
             return
-    shapes = ", ".join(f"{key} {tuple(weight.shape)}" for key, weight in weights.items())
     raise ValueError(
-        f"deployment_scheme={scheme!r} cannot quantize {layer!r}: {type(experts).__name__} holds {shapes}, not "
-        "gate_up_proj (experts, 2 × intermediate, hidden) and down_proj (experts, hidden, intermediate). Use "
-        "deployment_scheme='bf16'."
+        f"deployment_scheme={scheme!r} cannot quantize {layer!r}: {type(experts).__name__} has another layout than "
+        "gate_up_proj and down_proj as in Qwen3-MoE. Use deployment_scheme='bf16'."
     )

@@ -37,8 +37,8 @@ def deployed_tensors(
             `policy_tensors` cannot: FSDP1, DeepSpeed's ZeRO stage 3, and adapters under FSDP2.
 
     Raises:
-        ValueError: TRL has to gather the weights, and vLLM is not used, the weights are packed by bitsandbytes, or an
-            adapter separates the embedding from the output head.
+        ValueError: TRL has to gather the weights, and vLLM is not used, or an adapter separates the embedding from the
+            output head.
     """
     policy = unwrapped(accelerator, model)
     if not _needs_trl(accelerator, policy):
@@ -48,14 +48,7 @@ def deployed_tensors(
             "use_vllm=False: of sharded weights, only those under FSDP2 without an adapter are gathered without vLLM. "
             "Set use_vllm=True, or launch with FSDP2 and train all weights, or launch without sharding."
         )
-    require_shared_embeddings(
-        policy, reason="sharded weights are merged in place, in both at once", remedy="Launch without sharding"
-    )
-    if is_packed(policy):
-        raise ValueError(
-            "load_in_4bit or load_in_8bit has packed the weights, and an adapter cannot be merged into packed weights "
-            "that are sharded: launch without sharding, or load the weights unquantized."
-        )
+    require_shared_embeddings(policy)
     return gathered_by_trl()
 
 

@@ -52,9 +52,6 @@ def segments(slices: int, passes: int, accumulated: int, offset: int = 0) -> lis
     return [range(begin, end) for begin, end in pairwise(bounds)]
 
 
-# --- which rows share a forward -------------------------------------------------------------------------------------
-
-
 def micro_batches(
     lengths: Sequence[Length],
     processes: int = 1,
@@ -141,9 +138,6 @@ def runs(count: int, slices: int) -> list[range]:
     """Divide `count` forwards evenly among slices, as consecutive ranges; `count` is at least `slices`."""
     bounds = [count * index // slices for index in range(slices + 1)]
     return [range(begin, end) for begin, end in pairwise(bounds)]
-
-
-# --- rows of a batch ------------------------------------------------------------------------------------------------
 
 
 def lengths_of(batch: dict[str, Any], multiple: int | None = None) -> Tensor:

@@ -57,10 +57,8 @@ def with_nonempty_completions(rollout_func):
         output = rollout_func(prompts, trainer)
         if not {"completion_ids", "logprobs"} <= output.keys():
             return output  # TRL's error names the missing keys
-        completion_ids, logprobs = fill_empty(
-            output["completion_ids"], output["logprobs"], trainer.text_tokenizer.eos_token_id
-        )
-        return {**output, "completion_ids": completion_ids, "logprobs": logprobs}
+        filled = fill_empty(output["completion_ids"], output["logprobs"], trainer.text_tokenizer.eos_token_id)
+        return output | dict(zip(("completion_ids", "logprobs"), filled, strict=True))
 
     return rollout
 

@@ -7,7 +7,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -23,7 +24,6 @@ class BackgroundRollout:
 
     Args:
         request: keyword arguments of the client's `generate`: `prompts`, and JSON-compatible settings.
-        seed: seed that the client drew for the request; None if it draws none.
 
     Attributes:
         output: result of `generate`; None until it has returned, or if it failed.
@@ -32,8 +32,8 @@ class BackgroundRollout:
         waited: seconds that `wait` spent waiting for it.
     """
 
-    def __init__(self, request: dict[str, Any], seed: int | None = None):
-        self.request, self.seed = request, seed
+    def __init__(self, request: dict[str, Any]):
+        self.request = request
         self.output: dict[str, Any] | None = None
         self.routed_experts: list[np.ndarray | None] = []
         self.seconds = 0.0
@@ -73,47 +73,27 @@ class BackgroundRollout:
 
     def answers(self, request: dict[str, Any]) -> bool:
         """Return whether these are completions of the same prompts with the same settings."""
-        return self.request["prompts"] == request["prompts"] and _settings(self.request) == _settings(request)
+        mine, theirs = (json.dumps(each, sort_keys=True) for each in (self.request, request))
+        return mine == theirs
 
     def save(self, path: Path) -> None:
-        """Write the completions as a JSON file for `load`; if they could not be sampled, the request alone.
-
-        Experts go to a safetensors file beside it, see `_experts_beside`.
-        """
-        self.wait()
-        names = ("request", "seed", "output", "seconds", "waited")
-        values = {name: getattr(self, name) for name in names} | {"routes": len(self.routed_experts)}
-        write_text(path, json.dumps(values))
+        """Write the completions as a JSON file for `load`, and their experts to a safetensors file beside it."""
+        values = {name: getattr(self, name) for name in ("request", "output", "seconds", "waited")}
+        write_text(path, json.dumps(values | {"routes": len(self.routed_experts)}))
         routes = {str(i): np.ascontiguousarray(a) for i, a in enumerate(self.routed_experts) if a is not None}
         if routes:
-            save_file(routes, _experts_beside(path))
+            save_file(routes, path.with_suffix(".safetensors"))
 
     @classmethod
     def load(cls, path: Path) -> "BackgroundRollout":
-        """Read what `save` wrote; `output` is None if the completions were not sampled."""
+        """Read what `save` wrote."""
         values = read_object(path)
-        rollout = cls(values["request"], values["seed"])
+        rollout = cls(values["request"])
         rollout.output, rollout.seconds, rollout.waited = values["output"], values["seconds"], values["waited"]
-        beside = _experts_beside(path)
+        beside = path.with_suffix(".safetensors")
         routes = load_file(beside) if beside.is_file() else {}
         rollout.routed_experts = [routes.get(str(index)) for index in range(values["routes"])]
         return rollout
-
-
-def _experts_beside(path: Path) -> Path:
-    return path.with_suffix(".safetensors")
-
-
-def _settings(request: dict[str, Any]) -> str:
-    return json.dumps({name: value for name, value in request.items() if name != "prompts"}, sort_keys=True)
-
-
-class Claim(NamedTuple):
-    """Whether the batch ahead fits a request, with the seconds of sampling it and of waiting for it."""
-
-    fits: bool
-    seconds: float = 0.0
-    waited: float = 0.0
 
 
 class OverlappedGeneration(ServerGeneration):
@@ -126,7 +106,6 @@ class OverlappedGeneration(ServerGeneration):
     See `ServerGeneration` for arguments and errors. `claim` raises the error of a batch ahead.
     """
 
-    vllm_client: Any  # a `ServerClient`, or its stand-in while TRL's `generate` runs
     ahead: BackgroundRollout | None = None  # on the main process, from `begin` to the next `begin` or `drop`
     _claimed = False  # whether the next `generate` returns the batch ahead
 
@@ -139,42 +118,42 @@ class OverlappedGeneration(ServerGeneration):
         """
         request = self._request(prompts, num_generations)
         if request is not None:
-            seed = self.vllm_client.seeds.draw()  # in this thread, which also draws for training
-            self.ahead = BackgroundRollout(request, seed)
+            self.vllm_client.seeds.draw()  # in this thread, which also draws for training
+            self.ahead = BackgroundRollout(request)
             self.ahead.start(self.vllm_client)
 
-    def claim(self, prompts: list[list[int]], num_generations: int) -> Claim:
+    def claim(self, prompts: list[list[int]], num_generations: int) -> tuple[float, float] | None:
         """Wait for the batch ahead. If it has these prompts, the next `generate` returns it; otherwise drop it.
 
         Every process has to call it.
+
+        Returns:
+            The seconds of sampling the batch and of waiting for it; None if it is dropped.
 
         Raises:
             ServerError: the batch ahead could not be sampled.
         """
         request = self._request(prompts, num_generations)
-        claim = Claim(fits=False)
+        seconds = None
         with raised_together(ServerError):
             ahead = self.ahead
             if ahead is not None and request is not None:
                 ahead.result()
                 if ahead.answers(request):
-                    claim = Claim(True, ahead.seconds, ahead.waited)
+                    seconds = ahead.seconds, ahead.waited
                 else:
                     self.ahead = None
-        claim = agree(claim)
-        self._claimed = claim.fits
-        return claim
+        seconds = agree(seconds)
+        self._claimed = seconds is not None
+        return seconds
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
-        if not self._claimed:
+        ahead, claimed, self._claimed = self.ahead, self._claimed, False
+        if ahead is None or not claimed:
             self.wait()
             return super().generate(prompts, *args, **kwargs)
-        self._claimed = False
-        if self.ahead is None:
-            return super().generate(prompts, *args, **kwargs)
-        ahead, client = self.ahead, self.vllm_client
-        client.routed_experts = ahead.routed_experts  # an evaluation may have replaced them in between
-        with self._in_place_of_client(_StandIn(lambda **request: ahead.result(), client)):
+        self.vllm_client.routed_experts = ahead.routed_experts  # an evaluation may have replaced them in between
+        with self._asking(lambda **request: ahead.result()):
             return super().generate(prompts, *args, **kwargs)
 
     def wait(self) -> None:
@@ -187,39 +166,18 @@ class OverlappedGeneration(ServerGeneration):
         self.wait()
         self.ahead, self._claimed = None, False
 
-    def save_ahead(self, path: Path, weights: Path) -> str | None:
-        """Save the batch ahead or, if it could not be sampled, its request and the weights to sample it with.
-
-        Every process has to call it.
-
-        Args:
-            path: file of the batch or the request.
-            weights: directory of the weights, see `save_weights`; it may exist already.
-
-        Returns:
-            "batch" or "request"; None if nothing was saved.
-        """
+    def save_ahead(self, path: Path) -> bool:
+        """Save the batch ahead, and return whether there is one that was sampled. Every process has to call it."""
         self.wait()
-        requested = agree(self.ahead is not None)
         sampled = agree(self.ahead is not None and self.ahead.output is not None)
-        if not (sampled or (requested and self.weight_sync == "checkpoint")):
-            return None
-        if self.ahead is not None:
+        if sampled and self.ahead is not None:
             self.ahead.save(path)
-            if not sampled and not weights.exists():
-                self.save_weights(weights)
-        return "batch" if sampled else "request"
+        return sampled
 
     def load_ahead(self, path: Path) -> None:
-        """Load what `save_ahead` wrote; sample a saved request with the weights that the server holds."""
+        """Load what `save_ahead` saved."""
         if self.accelerator.is_main_process:
             self.ahead = BackgroundRollout.load(path)
-            if self.ahead.output is None:
-                if self.ahead.seed is not None:
-                    self.vllm_client.seeds.draw(self.ahead.seed)
-                self.ahead.start(self.vllm_client)
-
-    # --- weights: not while the server samples ----------------------------------------------------------------------
 
     def sync_weights(self) -> None:
         self.wait()
@@ -228,8 +186,6 @@ class OverlappedGeneration(ServerGeneration):
     def load_weights(self, directory: Path) -> None:
         self.wait()
         super().load_weights(directory)
-
-    # --- what TRL would ask its client ------------------------------------------------------------------------------
 
     def _request(self, prompts: list[list[int]], num_generations: int) -> dict[str, Any] | None:
         """Return the request of TRL's `generate` to its client; None on other processes than the main one.
@@ -242,27 +198,18 @@ class OverlappedGeneration(ServerGeneration):
             asked.append(request)
             return {"prompt_ids": [], "completion_ids": [], "logprobs": []}
 
-        client = self.vllm_client if self.accelerator.is_main_process else None
-        with self._in_place_of_client(_StandIn(record, client)):
+        with self._asking(record):
             super(Generation, self).generate(prompts, None, num_generations)
         return asked[0] if asked else None
 
     @contextmanager
-    def _in_place_of_client(self, stand_in: "_StandIn") -> Iterator[None]:
-        if not self.accelerator.is_main_process:
-            yield
-            return
-        client, self.vllm_client = self.vllm_client, stand_in
+    def _asking(self, generate: Callable[..., dict[str, Any]]) -> Iterator[None]:
+        """Let TRL's `generate` ask a function in the place of its client, on the main process."""
+        client = self.vllm_client if self.accelerator.is_main_process else None
+        if client is not None:
+            self.vllm_client = SimpleNamespace(generate=generate, routed_experts=client.routed_experts)
         try:
             yield
         finally:
-            self.vllm_client = client
-
-
-class _StandIn:
-    """Stand-in for a client, with the members that TRL's `generate` and ours use."""
-
-    def __init__(self, generate: Callable[..., dict[str, Any]], client: Any):
-        self.generate = generate
-        if client is not None:
-            self.routed_experts = client.routed_experts
+            if client is not None:
+                self.vllm_client = client

@@ -32,17 +32,13 @@ from ..quantization.policy import base_model
 # Implementations that use transformers' mask of the row; flash attention gets the lengths.
 _BY_MASK = ("sdpa", "eager", "flex_attention", deployed_attention.NAME)
 _IGNORED = -100  # label of a token that is not scored
-# Largest differences of hidden states by rounding, relative to their norm: in float32, also computed as TF32; and in
+# Largest difference of hidden states by rounding, relative to their norm: in float32, also computed as TF32; and in
 # half precision, where the routers of a mixture may choose other experts.
 _ROUNDING, _ROUNDING_OF_HALF = 1e-3, 0.2
 
 
 def _is_flash(implementation: str) -> bool:
-    """Return whether an implementation is flash attention, in the Hub's kernels too; transformers tests the same word.
-
-    An example of these kernels is kernels-community/vllm-flash-attn3.
-    """
-    return "flash" in implementation and "paged" not in implementation
+    return "flash" in implementation and "paged" not in implementation  # as transformers tests it
 
 
 class Packing:
@@ -100,16 +96,7 @@ class PaddingFree:
     def _forward(
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **options: Any
     ) -> Any:
-        """Run a model with the fused head on packed tokens.
-
-        Args:
-            model: model with TRL's fused head.
-            input_ids, attention_mask, labels: shape (B, L).
-            options: further arguments of the model.
-
-        Returns:
-            TRL's output with `log_probs` and `entropy` of shape (B, L − 1), 0 where the label is ignored.
-        """
+        """Return TRL's output for shape (B, L), with `log_probs` and `entropy` of shape (B, L − 1)."""
         self._packing = packing = Packing(attention_mask)
         # The label of a token is the one that follows it in its own row.
         shifted = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
@@ -144,32 +131,22 @@ def prepared(models: Sequence[PreTrainedModel | PeftModel], accelerator: Acceler
     Raises:
         ValueError: a model cannot keep the sequences of one row apart.
     """
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     for model in models:
-        _prepare(model, accelerator)
+        base, remedy = base_model(model), "set padding_free=False"
+        implementation = base.config._attn_implementation
+        reason = _hindrance(model)
+        if reason is None:
+            known = _is_flash(implementation) or implementation in _BY_MASK
+            with accelerator.autocast():
+                if not known or not (sharded or _keeps_apart(base, implementation)):
+                    reason = (
+                        f"with attn_implementation={implementation!r} does not keep the sequences of one row apart"
+                    )
+                    remedy = f"load the model with 'flash_attention_2' or 'flash_attention_3', or {remedy}"
+        if reason is not None:
+            raise ValueError(f"padding_free=True: {type(base).__name__} {reason}: {remedy}.")
     return PaddingFree(base_model(models[0]).config)
-
-
-def _prepare(model: PreTrainedModel | PeftModel, accelerator: Accelerator) -> None:
-    base = base_model(model)
-    if reason := _hindrance(model):
-        raise ValueError(f"padding_free=True: {type(base).__name__} {reason}: set padding_free=False.")
-    implementation = base.config._attn_implementation
-    if not _is_flash(implementation) and implementation not in _BY_MASK:
-        raise ValueError(
-            f"padding_free=True: attn_implementation={implementation!r} does not keep the sequences of one row apart. "
-            "Load the model with 'flash_attention_2' or 'flash_attention_3', or set padding_free=False."
-        )
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        return
-    with accelerator.autocast():
-        difference, bound = _difference(base, implementation)
-    if not difference <= bound:
-        raise ValueError(
-            f"padding_free=True: transformers' {type(base).__name__} with attn_implementation={implementation!r} does "
-            f"not keep the sequences of one row apart (hidden states differ from those of each alone by "
-            f"{difference:.1e} of their norm): load the model with 'flash_attention_2' or 'flash_attention_3', or set "
-            "padding_free=False."
-        )
 
 
 def _hindrance(model: PreTrainedModel | PeftModel) -> str | None:
@@ -187,13 +164,8 @@ def _hindrance(model: PreTrainedModel | PeftModel) -> str | None:
 
 
 @torch.no_grad()
-def _difference(base: PreTrainedModel, implementation: str) -> tuple[float, float]:
-    """Compare the hidden states of two short sequences in one row with those of each sequence alone.
-
-    Returns:
-        The larger difference of the two sequences, and the bound for rounding, both relative to the norm of a
-        sequence's hidden states.
-    """
+def _keeps_apart(base: PreTrainedModel, implementation: str) -> bool:
+    """Return whether two short sequences in one row have the hidden states of each sequence alone, up to rounding."""
     training = base.training
     base.eval()
     embedding = base.get_input_embeddings().weight
@@ -212,10 +184,11 @@ def _difference(base: PreTrainedModel, implementation: str) -> tuple[float, floa
         alone = [hidden_states(input_ids[row : row + 1], mask[row : row + 1]) for row in range(2)]
     finally:
         base.train(training)
-    differences = [
-        ((found - expected).norm() / expected.norm()).item()
-        for found, expected in zip(together.float().split([5, 3]), (each.float() for each in alone), strict=True)
-    ]
     # Under autocast, hidden states are float32 if the last norm's weight is.
     half = together.dtype != torch.float32 or torch.is_autocast_enabled(together.device.type)
-    return max(differences), _ROUNDING_OF_HALF if half else _ROUNDING
+    bound = _ROUNDING_OF_HALF if half else _ROUNDING
+    # Not "any is greater": a NaN is a difference too.
+    return all(
+        (found - expected).norm() <= bound * expected.norm()
+        for found, expected in zip(together.float().split([5, 3]), (each.float() for each in alone), strict=True)
+    )

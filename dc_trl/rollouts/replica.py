@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
@@ -14,23 +14,55 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from ..quantization import attention
-from ..quantization.fake_quantize import QuantizedLinear, fake_quantize_weight, quantize_activations
+from ..quantization.fake_quantize import (
+    ActivationQuantizer,
+    fake_quantize_weight,
+    multiply_numbers,
+    quantize_gated,
+    weight_numbers,
+)
 from ..quantization.policy import base_model, empty_copy, with_positions
 from ..quantization.rounding import round_as_vllm
-from ..quantization.schemes import quantized_weights, resolve_scheme
+from ..quantization.schemes import fused_experts, quantized_linears, quantized_weights, resolve_scheme
 from ..quantization.tensors import policy_tensors
-from .end_tokens import declared_end_tokens
 from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import KeptLogProb
 
 
 _WEIGHTS_FILE = "model.safetensors"
+
+
+def declared_end_tokens(policy: PreTrainedModel | PeftModel) -> list[int]:
+    """Return the ids of the end tokens in a model's generation_config, which may have none, one or several."""
+    config = base_model(policy).generation_config
+    declared = None if config is None else config.eos_token_id
+    return [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+
+
+def end_tokens(policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of the tokens that end a completion: the tokenizer's and the model's.
+
+    They are equal to `eos_token_ids` of TRL's trainer, which rollouts in training use, and to vLLM's stop tokens.
+
+    Raises:
+        ValueError: neither the tokenizer nor the model has one.
+    """
+    ids = declared_end_tokens(policy)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
+        ids.insert(0, tokenizer.eos_token_id)
+    if not ids:
+        raise ValueError(
+            "eos_token_id=None in the tokenizer and in the model's generation_config: set one, because no completion "
+            "would ever end."
+        )
+    return ids
 
 
 class _SampledLogProbs(LogitsProcessor):
@@ -113,9 +145,8 @@ class Replica:
         self.model.generation_config = GenerationConfig(eos_token_id=declared_end_tokens(base) or None)
         self._weight_args = quantization.weights
         self._quantized = set() if self._weight_args is None else set(quantized_weights(self.model))
-        args = quantization.input_activations
-        self._activations = None if args is None else quantize_activations(self.model, args)
-        self._layers = {f"{n}.weight": m for n, m in self.model.named_modules() if isinstance(m, QuantizedLinear)}
+        if quantization.input_activations is not None:
+            self._quantize_activations(ActivationQuantizer(quantization.input_activations))
         self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
         self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
         if base.device.type != "meta":  # accelerate loads a model to be sharded on meta in all processes but one
@@ -124,39 +155,51 @@ class Replica:
         # The last position alone is a view with gaps, for which PyTorch would copy the head's weight once per row.
         self.model.get_output_embeddings().register_forward_pre_hook(_without_gaps)
 
+    def _quantize_activations(self, quantizer: ActivationQuantizer) -> None:
+        """Make every layer that the scheme quantizes read quantized activations, from the next forward pass on."""
+        for linear in quantized_linears(self.model).values():
+            if quantizer.by_token:
+                # bfloat16 holds the numbers exactly, but only GPUs multiply it with sums in float32.
+                linear.weight.data = linear.weight.to(torch.bfloat16 if linear.weight.is_cuda else torch.float32)
+                linear.register_buffer(
+                    "weight_scale", linear.weight.new_empty(linear.out_features, dtype=torch.float32)
+                )
+                multiply_numbers(linear, quantizer)
+            else:
+                linear.register_forward_pre_hook(quantizer)
+        experts = fused_experts(self.model)
+        if experts:
+            self.model.set_experts_implementation("grouped_mm")  # "eager" does not call `_apply_gate`
+        for module in experts.values():
+            module.register_forward_pre_hook(quantizer)
+            quantize_gated(module, quantizer)
+
     @torch.no_grad()
     def sync(self, policy: PreTrainedModel | PeftModel) -> None:
         """Copy the present weights of the policy, with adapters merged, and quantize them."""
         for name, tensor in policy_tensors(policy):
-            if name in self._layers:
-                self._layers[name].quantize_weight(tensor, self._weight_args)
-                continue
-            quantized = name in self._quantized
-            self._tensors[name].copy_(fake_quantize_weight(tensor, self._weight_args) if quantized else tensor)
+            scale = self._tensors.get(f"{name}_scale")
+            if scale is not None:
+                tensor, scale_of_numbers = weight_numbers(tensor, self._weight_args)
+                scale.copy_(scale_of_numbers)
+            elif name in self._quantized:
+                tensor = fake_quantize_weight(tensor, self._weight_args)
+            self._tensors[name].copy_(tensor)
 
     def save_weights(self, directory: Path) -> None:
         """Write the weights that the replica holds into a new directory."""
         directory.mkdir()
-        save_file({name: each.contiguous() for name, each in self._own_tensors().items()}, directory / _WEIGHTS_FILE)
+        save_model(self.model, str(directory / _WEIGHTS_FILE))
 
-    @torch.no_grad()
     def load_weights(self, directory: Path) -> None:
         """Load the weights that `save_weights` of an equal replica wrote, bit for bit."""
-        saved = load_file(directory / _WEIGHTS_FILE)
-        for name, tensor in self._own_tensors().items():
-            tensor.copy_(saved[name])
-
-    def _own_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that `sync` sets, each one once."""
-        return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        load_model(self.model, directory / _WEIGHTS_FILE)
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, attention_mask: Tensor) -> None:
         """Read whole rows at once, shape (batch, length), as `generate` would read them token by token."""
         rows = with_positions({"input_ids": input_ids, "attention_mask": attention_mask})
         self.model(**rows, use_cache=False, logits_to_keep=1)
-        if self._activations is not None:
-            self._activations.reset()
 
     @torch.inference_mode()
     def generate(
@@ -201,8 +244,6 @@ class Replica:
             logits_processor=LogitsProcessorList([recorder, *logits_processor]),
         )
         logps = recorder.finish(sequences)
-        if self._activations is not None:
-            self._activations.reset()
         completions = sequences[:, width:]
         ends = generation_config.eos_token_id
         ends = declared_end_tokens(self.model) if ends is None else ends

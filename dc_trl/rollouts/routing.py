@@ -10,7 +10,6 @@ So the gradient flows into the router, and only the selection is the engine's (a
 A route holds the experts of one token in each layer that has a router, as int16; -1 where the engine chose none.
 """
 
-import inspect
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +20,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.func import functional_call
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 from trl.trainer.utils import pad
 
 from ..quantization.policy import base_model
@@ -32,46 +29,35 @@ from ..quantization.policy import base_model
 OWN_CHOICE = -1  # marks a token for which the engine chose no experts: the trainer chooses
 
 
-# --- routers of a model ---------------------------------------------------------------------------------------------
+# Routers of transformers that return (logits, scores, experts) with the scores of `expert_scores`.
+_KNOWN = {f"{family}TopKRouter" for family in ("Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Qwen3_5Moe")}
 
 
-class Routers:
-    """The routers of a model.
+def routers_of(policy: PreTrainedModel | PeftModel) -> tuple[list[int], list[tuple[int, nn.Module]], bool]:
+    """Return the routers of a mixture of experts.
 
-    A router is recognised by its behaviour, not by its name: it is the module whose logits transformers records for
-    the auxiliary loss, and it returns (logits, scores, experts) with the scores of `expert_scores`. This holds for
-    Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, OLMoE and Mixtral.
-
-    Args:
-        policy: mixture of experts, or a PEFT model around one.
-
-    Attributes:
-        layers: numbers of the decoder layers that have a router, ascending.
-        modules: pairs of a router's position in `layers` and the router. PEFT's trained copy of a router
-            (`modules_to_save`) and its original have the same position.
-        normalised: whether the scores of a token add up to 1.
+    Returns:
+        The numbers of the decoder layers that have a router, ascending; pairs of a router's position among them and
+        the router, where PEFT's trained copy (`modules_to_save`) and its original have one position; and whether the
+        scores of a token add up to 1.
 
     Raises:
-        ValueError: the model has no such routers.
+        ValueError: the model has no router whose choice can be replayed.
     """
-
-    def __init__(self, policy: PreTrainedModel | PeftModel):
-        model = base_model(policy)
-        recorder = model.can_record_outputs.get("router_logits")
-        found: list[tuple[int, nn.Module]] = []
-        if isinstance(recorder, OutputRecorder) and recorder.index == 0:
-            for name, module in model.named_modules():
-                layer = re.search(r"\blayers\.(\d+)\.", name)
-                if layer is not None and isinstance(module, recorder.target_class):
-                    found.append((int(layer[1]), module))
-        if not found:
-            raise ValueError(
-                f"routing_replay=True: {type(model).__name__} has no router whose choice can be replayed, as mixtures "
-                "of experts like Qwen3-MoE have: set routing_replay=False."
-            )
-        self.layers = sorted({layer for layer, _ in found})
-        self.modules = [(self.layers.index(layer), module) for layer, module in found]
-        self.normalised = _normalises(found[0][1])
+    model = base_model(policy)
+    found: list[tuple[int, nn.Module]] = []
+    for name, module in model.named_modules():
+        layer = re.search(r"\blayers\.(\d+)\.", name)
+        if layer is not None and type(module).__name__ in _KNOWN:
+            found.append((int(layer[1]), module))
+    if not found:
+        raise ValueError(
+            f"routing_replay=True: {type(model).__name__} has no router whose choice can be replayed, which are "
+            f"{', '.join(sorted(_KNOWN))}: set routing_replay=False."
+        )
+    layers = sorted({layer for layer, _ in found})
+    normalised = vars(found[0][1]).get("norm_topk_prob", True)
+    return layers, [(layers.index(layer), module) for layer, module in found], normalised
 
 
 def expert_scores(logits: Tensor, experts: Tensor, normalised: bool, dtype: torch.dtype) -> Tensor:
@@ -94,46 +80,6 @@ def expert_scores(logits: Tensor, experts: Tensor, normalised: bool, dtype: torc
     return scores.to(dtype)
 
 
-class _WithoutHooks(nn.Module):
-    """A router whose forward runs without the hooks of `train_through_quantization`."""
-
-    def __init__(self, router: nn.Module):
-        super().__init__()
-        self.router = router
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.router.forward(hidden_states)
-
-
-def _normalises(router: nn.Module) -> bool:
-    """Return whether a router normalises its scores, found by a trial with random weights.
-
-    Raises:
-        ValueError: the scores are not those of `expert_scores`.
-    """
-    weight = dict(router.named_parameters()).get("weight")
-    if (
-        list(inspect.signature(router.forward).parameters) == ["hidden_states"]
-        and weight is not None
-        and weight.ndim == 2
-    ):
-        generator = torch.Generator().manual_seed(0)
-        matrix, tokens = (torch.randn(rows, weight.shape[-1], generator=generator) for rows in (len(weight), 8))
-        with torch.no_grad():
-            logits, scores, experts = functional_call(_WithoutHooks(router), {"router.weight": matrix}, (tokens,))
-        if logits.shape == (8, len(weight)) and not experts.is_floating_point():
-            for normalised in (True, False):
-                if torch.equal(scores, expert_scores(logits, experts, normalised, scores.dtype)):
-                    return normalised
-    raise ValueError(
-        f"routing_replay=True: the weights that a {type(router).__name__} gives to its experts are not their softmax, "
-        "and cannot be computed for the engine's choice: set routing_replay=False."
-    )
-
-
-# --- the engine's choice --------------------------------------------------------------------------------------------
-
-
 class RoutesRecorder:
     """Records the experts that a model chooses while it generates.
 
@@ -141,14 +87,14 @@ class RoutesRecorder:
         model: mixture of experts that generates.
 
     Raises:
-        ValueError: see `Routers`.
+        ValueError: see `routers_of`.
     """
 
     def __init__(self, model: PreTrainedModel):
         self._rows: int | None = None  # sequences of the batch that is being recorded
-        routers = Routers(model)
-        self._calls: list[list[Tensor]] = [[] for _ in routers.layers]
-        for position, module in routers.modules:
+        layers, routers, _ = routers_of(model)
+        self._calls: list[list[Tensor]] = [[] for _ in layers]
+        for position, module in routers:
             module.register_forward_hook(partial(self._record, position))
 
     def _record(self, position: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -157,7 +103,7 @@ class RoutesRecorder:
 
     @contextmanager
     def recording(self, rows: int) -> Iterator[None]:
-        """Record one call of `generate` with `rows` prompts that are padded on the left."""
+        """Record one call of `generate` with `rows` prompts, padded on the left."""
         self._rows = rows
         for calls in self._calls:
             calls.clear()
@@ -217,9 +163,6 @@ def routes_of_vllm(arrays: Sequence[np.ndarray], layers: Sequence[int]) -> list[
     return [torch.from_numpy(array[:, list(layers)].astype(np.int16)) for array in arrays]
 
 
-# --- the trainer's forward ------------------------------------------------------------------------------------------
-
-
 class RoutingReplay:
     """Makes a policy use given experts, from `start` to `stop`.
 
@@ -231,15 +174,13 @@ class RoutingReplay:
         policy: mixture of experts, or a PEFT model around one.
 
     Raises:
-        ValueError: see `Routers`.
+        ValueError: see `routers_of`.
     """
 
     def __init__(self, policy: PreTrainedModel | PeftModel):
-        routers = Routers(policy)
-        self.layers = routers.layers
-        self._normalised = routers.normalised
+        self.layers, routers, self._normalised = routers_of(policy)
         self._routes: Tensor | None = None
-        for position, module in routers.modules:
+        for position, module in routers:
             module.register_forward_hook(partial(self._replay, position))
 
     def start(self, routes: Tensor) -> None:

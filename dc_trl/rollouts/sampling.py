@@ -1,8 +1,11 @@
-"""Sample many completions from a deployed policy, each with its own seed, and return them as they finish."""
+"""Engines of an evaluation: they sample many completions, each with its own seed, and return them as they finish."""
 
 import hashlib
+import queue
+import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +17,47 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from .end_tokens import end_tokens, pad_token
-from .replica import Replica
+from ..quantization.schemes import RESEARCH_BITS, SCHEMES
+from ..serving.answers import require_rollout
+from ..serving.background import all_of, in_event_loop
+from ..serving.client import require_loaded
+from ..serving.connection import Connection, Patience
+from ..serving.errors import ServerError, ServerRefusedError
+from .neutral_sampling import SERVER_DEFAULTS
+from .replica import Replica, end_tokens
+
+
+# Help text of options that take engines.
+ENGINE_HELP = (
+    f"one or more of: {', '.join(SCHEMES)} (starts a vLLM server), replica:SCHEME (in this process), "
+    "http://… (a running vLLM server)"
+)
+
+
+class EngineSpec(NamedTuple):
+    """An engine by name: `fp8` (starts a vLLM server), `replica:fp8` (in this process), or the URL of a server."""
+
+    name: str
+    kind: Literal["vllm", "replica", "url"]
+    scheme: str | None  # None for a URL, whose server has its own
+
+    @classmethod
+    def parse(cls, word: str) -> "EngineSpec":
+        """Return the engine that a word names.
+
+        Raises:
+            ValueError: the word does not name an engine.
+        """
+        if re.match(r"https?://[^/]", word):
+            return cls(word.rstrip("/"), "url", None)
+        scheme = word.removeprefix("replica:")
+        in_process = scheme != word
+        if scheme not in SCHEMES and not (in_process and scheme in RESEARCH_BITS):
+            raise ValueError(
+                f"engine={word!r} is unknown: use a scheme ({', '.join(SCHEMES)}) for a vLLM server that is started, "
+                "replica:SCHEME for a replica in this process, or the URL of a running vLLM server."
+            )
+        return cls(word, "replica" if in_process else "vllm", scheme)
 
 
 class Sampling(NamedTuple):
@@ -46,21 +88,6 @@ class Completion(NamedTuple):
     truncated: bool
 
 
-class Engine(Protocol):
-    """An engine that samples completions."""
-
-    @property
-    def max_length(self) -> int:
-        """Largest length of a prompt with its completion, in tokens."""
-
-    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """Sample a completion for each request.
-
-        Yields:
-            (position of the request, completion), in the order in which they finish.
-        """
-
-
 class ReplicaEngine:
     """The in-process replica as an engine, which samples `batch_size` completions at a time.
 
@@ -76,17 +103,25 @@ class ReplicaEngine:
         self.max_length: int = replica.model.config.get_text_config().max_position_embeddings
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """Sample as `Engine.sample` does; the completions of one batch finish together."""
+        """Sample a completion for each request; the completions of one batch finish together.
+
+        Yields:
+            (position of the request, completion), in the order in which they finish.
+        """
         for start in range(0, len(requests), self._batch_size):
             batch = requests[start : start + self._batch_size]
             limits = [min(sampling.max_tokens, self.max_length - len(request.prompt_ids)) for request in batch]
             config = GenerationConfig(
                 max_new_tokens=max(limits),
                 do_sample=False,
-                pad_token_id=pad_token(self._tokenizer, self._ends),
+                pad_token_id=self._ends[0],  # which no attention reads
                 eos_token_id=self._ends,
             )
-            noise = [] if sampling.temperature == 0 else _sampler([request.seed for request in batch], sampling)
+            noise: list[LogitsProcessor] = []
+            if sampling.temperature > 0:
+                warpers = [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1.0 else []
+                seeds = [request.seed for request in batch]
+                noise = [TemperatureLogitsWarper(sampling.temperature), *warpers, _GumbelNoise(seeds)]
             completions, _ = self._replica.generate(
                 [request.prompt_ids for request in batch], config, sampling.temperature or 1.0, noise
             )
@@ -96,13 +131,6 @@ class ReplicaEngine:
                 # vLLM, too, drops the end token, whether it is a special one or not.
                 text = self._tokenizer.decode(kept[:-1] if ended else kept, skip_special_tokens=True)
                 yield start + row, Completion(text, len(kept), not ended)
-
-
-def _sampler(seeds: list[int], sampling: Sampling) -> list[LogitsProcessor]:
-    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
-    if sampling.top_p < 1.0:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    return [*warpers, _GumbelNoise(seeds)]
 
 
 class _GumbelNoise(LogitsProcessor):
@@ -117,3 +145,126 @@ class _GumbelNoise(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows = [torch.empty(scores.shape[1]).exponential_(generator=generator) for generator in self._generators]
         return scores - torch.stack(rows).log().to(scores.device)
+
+
+class Disclosed(NamedTuple):
+    """Information of a vLLM server on its weights; None if it is not set, or needs the development endpoints."""
+
+    name: str  # name of the model for clients
+    root: str  # directory or Hub id that the server was started with
+    weight_version: str | None  # "default" until other weights are loaded
+    revision: str | None  # revision of a Hub model
+    quantization: str | None
+
+
+class ServerEngine:
+    """A vLLM server as an engine: as soon as one completion is done, the next request is sent.
+
+    Each completion is a request of its own, so that a completion that is done is kept even if others fail. The samples
+    of one prompt follow each other and share it in the server's prefix cache. The API key of the server, if it needs
+    one, is read from the environment variable `VLLM_API_KEY`.
+
+    Args:
+        url: address of the server, for example "http://127.0.0.1:8000".
+        concurrency: number of requests in flight; vLLM itself runs up to its --max-num-seqs of them at a time.
+        request_timeout: seconds that one completion may take, including the time that it waits in the server.
+        server_timeout: seconds to wait for a lost server to be up again.
+        max_retries: number of further tries after the connection broke or the server failed.
+        vocabulary: bound below which all token ids of the model are; None if it is unknown.
+
+    Attributes:
+        model: name of the model on the server.
+        max_length: largest length of a prompt with its completion, in tokens.
+        disclosed: information of the server on the weights that it holds.
+
+    Raises:
+        ServerError: no server answers at the URL, it needs a key, or it is loading weights.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        concurrency: int = 512,
+        request_timeout: float = 14400.0,
+        server_timeout: float = 240.0,
+        max_retries: int = 3,
+        vocabulary: int | None = None,
+    ):
+        patience = Patience(request_timeout, server_timeout, max_retries)
+        self._connection = Connection(url, patience)
+        self._concurrency = concurrency
+        self.disclosed, self.max_length = self._disclose(first=True)
+        require_loaded(self.disclosed.weight_version, self._connection.url)
+        self.model = self.disclosed.name
+        self._vocabulary = vocabulary
+
+    def _disclose(self, first: bool) -> tuple[Disclosed, int]:
+        models = self._connection.get("/v1/models")
+        versions: dict[str, Any] = {}
+        info: dict[str, Any] = {"vllm_config": {"model_config": {}}}
+        with suppress(ServerRefusedError):  # a server may lack the development endpoints
+            versions = self._connection.get("/weight_info")
+            info = self._connection.get("/server_info", params={"config_format": "json"})
+        with self._connection.reading("/v1/models and /server_info"):
+            card, config = models["data"][0], info["vllm_config"]["model_config"]
+            weights = versions.get("weight_version"), config.get("revision"), config.get("quantization")
+            return Disclosed(str(card["id"]), str(card["root"]), *weights), int(card["max_model_len"])
+
+    def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
+        """Sample a completion for each request.
+
+        Yields:
+            (position of the request, completion), in the order in which they finish.
+
+        Raises:
+            ServerError: the server refused a request, failed permanently, or got other weights meanwhile.
+        """
+        # The event loop has its own thread, so that the server never waits for the reader of the completions.
+        done: queue.SimpleQueue[tuple[int, Completion] | None] = queue.SimpleQueue()
+        with in_event_loop(self._sample_all(requests, sampling, done)) as sampled:
+            sampled.add_done_callback(lambda _: done.put(None))
+            while (item := done.get()) is not None:
+                yield item
+            sampled.result()  # raises the error that ended sampling
+
+    async def _sample_all(self, requests: Sequence[Request], sampling: Sampling, done: queue.SimpleQueue) -> None:
+        pending = iter(enumerate(requests))
+
+        async def work() -> None:
+            for position, request in pending:
+                done.put((position, await self._complete(request, sampling)))
+
+        await all_of(work() for _ in range(min(self._concurrency, len(requests))))
+
+    async def _complete(self, request: Request, sampling: Sampling) -> Completion:
+        body = {
+            "model": self.model,
+            "prompt": request.prompt_ids,
+            "max_tokens": min(sampling.max_tokens, self.max_length - len(request.prompt_ids)),
+            "temperature": sampling.temperature,
+            "seed": request.seed,
+            **SERVER_DEFAULTS,
+            "top_p": sampling.top_p,
+            "return_token_ids": True,  # they identify the prompt of an answer, and give its length
+        }
+        connection = self._connection
+
+        async def ask() -> list[dict[str, Any]]:
+            answer = await connection.arequest("POST", "/v1/completions", json=body)
+            return require_rollout(body, answer, connection.url, self._vocabulary)
+
+        (choice,) = await connection.apersist(ask)
+        if self.disclosed.weight_version is not None:
+            # After each completion, because it is stored at once and has to be from these weights.
+            held = await connection.apersist(lambda: connection.arequest("GET", "/weight_info"))
+            if (version := held.get("weight_version")) != self.disclosed.weight_version:
+                raise ServerError(
+                    f"vLLM at {connection.url} did not keep its weights: it began with "
+                    f"{self.disclosed.weight_version!r} and has {version!r}. The weights changed while it sampled: "
+                    "load the first ones again to continue with what is stored, or choose another output directory."
+                )
+        return Completion(choice["text"], len(choice["token_ids"]), choice["finish_reason"] == "length")
+
+
+Engine = ReplicaEngine | ServerEngine

@@ -14,24 +14,61 @@ sampling both distributions are those among the tokens that the sampler kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..quantization.head import Head, HeadRecorder
-from ..quantization.policy import base_model
+from ..quantization.policy import base_model, scaled_logits
 from ..sampled_tokens import SampledTokens
-from .choices import NO_CHOICES, Choices
 from .replica import Replica
-from .truncation import TileTokens, among, tiled
+from .truncation import NO_CHOICES, Choices, TileTokens, among, tiled, tiles_of
 
 
 _LEAST_TAIL = 1e-6  # of 1 − Σ_H p
+
+
+class _Head(NamedTuple):
+    """Tensors from which the logits of a forward pass are computed."""
+
+    hidden: Tensor  # (batch, length, channels), or of a tile of positions, (n, channels)
+    weight: Tensor  # (vocabulary, channels)
+    bias: Tensor | None
+
+
+class _Recorder:
+    """Keeps the `_Head` of a model's latest forward pass with a gradient, or of the latest one of all."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float, padded: Any = None, with_gradient: bool = True):
+        self._model, self._temperature, self._padded = model, temperature, padded
+        self._with_gradient = with_gradient  # forward passes without one, as those of the split, are passed over
+        self._head: _Head | None = None
+        model.base_model.register_forward_hook(self._record)
+
+    def _record(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._with_gradient and not torch.is_grad_enabled():
+            return
+        # The hook runs within the forward of the whole model, when the head holds the weights that it computes with.
+        head = self._model.get_output_embeddings()
+        hidden = output.last_hidden_state
+        self._head = _Head(hidden if self._padded is None else self._padded(hidden), head.weight, head.bias)
+
+    def take(self) -> _Head:
+        """Return the head of that forward pass, once."""
+        head, self._head = self._head, None
+        assert head is not None
+        return head
+
+    def log_softmax(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the log-probabilities of the vocabulary, shape (n, vocabulary), nats, float32 or wider."""
+        logits = functional.linear(hidden.to(weight.dtype), weight, bias)
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        return (scaled_logits(logits, self._model.config.get_text_config()) / self._temperature).log_softmax(-1)
 
 
 class Centre(NamedTuple):
@@ -39,8 +76,7 @@ class Centre(NamedTuple):
 
     Args:
         score: Σ_v sg(w(v)·q(v)) log p(v), shape (B, T), nats, whose gradient is the mean of the weighted score.
-        drift: q − p is the drift E_q[s] in the logits; this is its total variation ½ Σ_v |q(v) − p(v)| and its
-            Euclidean norm, shape (B, T, 2), at least 0.
+        drift: of q − p, the drift E_q[s] in the logits: ½ Σ_v |q(v) − p(v)| and the Euclidean norm, shape (B, T, 2).
     """
 
     score: Tensor
@@ -85,9 +121,9 @@ class ScoreCentering:
         self._sampler = sampler
         self._correction = correction
         self._top_k = top_k
-        self._of_policy = HeadRecorder(model, temperature, padded)
+        self._of_policy = _Recorder(model, temperature, padded)
         if sampler is not None:
-            self._of_sampler = HeadRecorder(sampler.model, temperature, with_gradient=False)
+            self._of_sampler = _Recorder(sampler.model, temperature, with_gradient=False)
 
     def __call__(
         self,
@@ -106,32 +142,24 @@ class ScoreCentering:
             choices: the tokens that truncated sampling kept, and those that vLLM named.
         """
         policy_head = self._of_policy.take()
-        hidden = policy_head.tiles(width)
+        hidden = tiles_of(policy_head.hidden, width, len(policy_head.weight))
         size, count = len(hidden[0]), len(hidden)
         whole = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        samplers: Sequence[_Head | None] = [None] * count
+        if self._sampler is not None:
+            self._sampler.read(input_ids, attention_mask)
+            head = self._of_sampler.take()
+            samplers = [head._replace(hidden=tile) for tile in tiles_of(head.hidden, width, len(head.weight))]
         tiles = zip(
             hidden,
             whole.expand(len(input_ids), width).flatten().split(size),
-            self._read_sampler(input_ids, attention_mask, width, count),
-            *(
-                [None] * count if each is None else tiled(each, width, size, count)
-                for each in (choices.named, choices.kept)
-            ),
+            samplers,
+            tiled(choices.named, width, size, count),
+            tiled(choices.kept, width, size, count),
             strict=True,
         )
         columns = [checkpoint(self._centre, *policy_head[1:], *tile, use_reentrant=False) for tile in tiles]
-        score, drift = (torch.cat(parts).unflatten(0, (-1, width)) for parts in zip(*columns, strict=True))
-        return Centre(score, drift.detach())
-
-    def _read_sampler(
-        self, input_ids: Tensor, attention_mask: Tensor, width: int, count: int
-    ) -> Sequence[Head | None]:
-        """Return the replica's hidden states and output head of each of `count` tiles; None without a replica."""
-        if self._sampler is None:
-            return [None] * count
-        self._sampler.read(input_ids, attention_mask)
-        head = self._of_sampler.take()
-        return [head._replace(hidden=hidden) for hidden in head.tiles(width)]
+        return Centre(*(torch.cat(parts).unflatten(0, (-1, width)) for parts in zip(*columns, strict=True)))
 
     def _centre(
         self,
@@ -139,7 +167,7 @@ class ScoreCentering:
         bias: Tensor | None,
         hidden: Tensor,
         advantages: Tensor,
-        sampler: Head | None,
+        sampler: _Head | None,
         named: TileTokens | None,
         kept: TileTokens | None,
     ) -> tuple[Tensor, Tensor]:
@@ -150,11 +178,12 @@ class ScoreCentering:
             if sampler is not None:
                 log_q = among(support, self._of_sampler.log_softmax(*sampler))
                 if self._top_k is not None:
-                    named = _most_probable(log_q, self._top_k)
+                    logps, ids = log_q.topk(min(self._top_k, log_q.shape[-1]))
+                    rows = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
+                    named = TileTokens(rows, ids.flatten(), logps.flatten())
             if named is not None:
                 log_q = _with_tail(log_p, named)
-            q = log_q.exp()
-            mean = q
+            mean = q = log_q.exp()
             if self._correction is not None:
                 # Each position is a trajectory here, and each word of the vocabulary one of its tokens.
                 # Those outside of the support, and of an empty tail, are not finite, and do not count.
@@ -163,12 +192,6 @@ class ScoreCentering:
             gap = q - log_p.exp()
             drift = torch.stack([gap.abs().sum(-1) / 2, gap.norm(dim=-1)], -1)
         return (mean * (log_p if support is None else log_p.where(support, 0.0))).sum(-1), drift
-
-
-def _most_probable(log_q: Tensor, top_k: int) -> TileTokens:
-    logps, ids = log_q.topk(min(top_k, log_q.shape[-1]))
-    rows = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
-    return TileTokens(rows, ids.flatten(), logps.flatten())
 
 
 def _with_tail(log_p: Tensor, named: TileTokens) -> Tensor:

@@ -9,8 +9,7 @@ alone, the loss keeps its log-probabilities of the whole vocabulary. DeepSeek-V3
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -84,9 +83,8 @@ def named_by_vllm(
 
     Args:
         completion_ids: sampled tokens of each completion.
-        logprobs: log-probabilities at each position of each completion, in nats, from the most probable token on; None
-            is NaN.
-        token_ids: tokens of `logprobs`, in the same nesting.
+        logprobs, token_ids: log-probabilities at each position of each completion, in nats, from the most probable
+            token on, and their tokens; None is NaN.
         most: k.
         truncated: whether top-p, top-k or min-p truncate sampling.
 
@@ -95,31 +93,26 @@ def named_by_vllm(
         tokens where vLLM has NaN), in the form in which TRL's vLLM returns the log-probability of the sampled token
         alone.
     """
-    named = _kept if truncated else partial(_most_probable, most)
     return [
-        [[named(*token)] for token in zip(*completion, strict=True)]
+        [[_named_by_vllm(most, truncated, *token)] for token in zip(*completion, strict=True)]
         for completion in zip(completion_ids, logprobs, token_ids, strict=True)
     ]
 
 
-def _kept(sampled: int, logprobs: list[float | None], token_ids: list[int]) -> float:
-    kept = {token: value for token, value in zip(token_ids, logprobs, strict=True) if value is None or value > _NEVER}
-    values = [value for value in kept.values() if value is not None]
-    if len(values) < len(kept):
-        return math.nan
-    among = torch.tensor(values, dtype=torch.float64)
-    among = among - among.logsumexp(0)
-    at = list(kept).index(sampled)
-    return KeptLogProb(among[at].item(), torch.tensor(list(kept), dtype=torch.int32), values[at], among.float())
-
-
-def _most_probable(most: int, sampled: int, logprobs: list[float | None], token_ids: list[int]) -> float:
+def _named_by_vllm(
+    most: int, truncated: bool, sampled: int, logprobs: list[float | None], token_ids: list[int]
+) -> float:
     values = [value for value in logprobs if value is not None]
     if len(values) < len(logprobs):
         return math.nan
-    # Which tokens are named must not depend on the one that was sampled: that one is named if it is among the k.
-    tokens = torch.tensor(token_ids[:most], dtype=torch.int32)
-    return NamedLogProb(values[token_ids.index(sampled)], tokens, torch.tensor(values[:most]))
+    tokens, at = torch.tensor(token_ids, dtype=torch.int32), token_ids.index(sampled)
+    if not truncated:
+        # Which tokens are named must not depend on the one that was sampled: that one is named if it is among the k.
+        return NamedLogProb(values[at], tokens[:most], torch.tensor(values[:most]))
+    logps = torch.tensor(values, dtype=torch.float64)
+    among = logps.masked_fill(logps <= _NEVER, -torch.inf).log_softmax(0)
+    kept = among > -torch.inf
+    return KeptLogProb(among[at].item(), tokens[kept], values[at], among[kept].float())
 
 
 class Named(NamedTuple):
@@ -136,16 +129,16 @@ class Named(NamedTuple):
         Raises:
             ValueError: no log-probability is a `NamedLogProb` with the log-probabilities of its tokens.
         """
-        counts = _counts(logprobs)
+        named = _named(logprobs)
         rows = [[value.logps for value in row if isinstance(value, NamedLogProb)] for row in logprobs]
-        if any(logps is None for row in rows for logps in row) or _nothing_named(logprobs, counts):
+        if named is None or any(logps is None for row in rows for logps in row):
             raise ValueError(
                 "score_centering=True reads the sampler's most probable tokens, and the rollouts do not name them: "
                 "return logprobs of type dc_trl.rollouts.truncation.NamedLogProb, with their log-probabilities, from "
                 "rollout_func, or set score_centering=False."
             )
         flat = [torch.cat([torch.empty(0), *(logps for logps in row if logps is not None)]) for row in rows]
-        return cls(_ids(logprobs).to(device), counts.to(device), _padded(flat, 0.0).to(device))
+        return cls(*(each.to(device) for each in (*named, _padded(flat, 0.0))))
 
 
 def padded_logps(logprobs: list[list[float | None]]) -> Tensor:
@@ -165,44 +158,22 @@ class Kept(NamedTuple):
     counts: Tensor  # (batch, positions), int32: number of kept tokens at a position; 0 where nothing was truncated
 
     @classmethod
-    def of(
-        cls, completion_ids: list[list[int]], logprobs: list[list[float | None]], device: torch.device
-    ) -> "Kept | None":
-        """Return the kept tokens from the log-probabilities of completions; None where none is a `KeptLogProb`.
-
-        Raises:
-            ValueError: the kept tokens of a `KeptLogProb` do not contain the sampled token once.
-        """
-        counts = _counts(logprobs)
-        if _nothing_named(logprobs, counts):
+    def of(cls, logprobs: _LogProbs, device: torch.device) -> "Kept | None":
+        """Return the kept tokens from the log-probabilities of completions; None where none is a `KeptLogProb`."""
+        named = _named(logprobs)
+        if named is None:
             return None
-        kept = cls(_ids(logprobs), counts)
-        sampled_ids = _padded([torch.tensor(row) for row in completion_ids], 0)
-        positions, tokens = flat(kept, sampled_ids.shape[1])
-        named = positions[tokens == sampled_ids.flatten()[positions]]
-        if not torch.equal(named, positions.unique()):
-            raise ValueError(
-                "A KeptLogProb of the rollouts does not have the sampled token among its kept tokens exactly once: "
-                "return the kept tokens of the same position from rollout_func."
-            )
-        return cls(kept.ids.to(device), kept.counts.to(device))
+        return cls(*(each.to(device) for each in named))
 
 
-def _counts(logprobs: _LogProbs) -> Tensor:
-    """Return the number of named tokens at each position, int32, shape (batch, positions)."""
-    rows = [[len(value.tokens) if isinstance(value, NamedLogProb) else 0 for value in row] for row in logprobs]
-    return _padded([torch.tensor(row, dtype=torch.int32) for row in rows], 0)
-
-
-def _ids(logprobs: _LogProbs) -> Tensor:
-    """Return the ids of the named tokens of each completion, as in `Named`."""
+def _named(logprobs: _LogProbs) -> tuple[Tensor, Tensor] | None:
+    """Return `ids` and `counts` as in `Named`; None where tokens were sampled and none is named."""
     none = torch.empty(0, dtype=torch.int32)
-    rows = [[value.tokens for value in row if isinstance(value, NamedLogProb)] for row in logprobs]
-    return _padded([torch.cat([none, *row]) for row in rows], -1)
-
-
-def _nothing_named(logprobs: _LogProbs, counts: Tensor) -> bool:
-    return not counts.any() and not all(value is None or math.isnan(value) for row in logprobs for value in row)
+    rows = [[value.tokens if isinstance(value, NamedLogProb) else none for value in row] for row in logprobs]
+    counts = _padded([torch.tensor(list(map(len, row)), dtype=torch.int32) for row in rows], 0)
+    if not counts.any() and not all(value is None or math.isnan(value) for row in logprobs for value in row):
+        return None
+    return _padded([torch.cat([none, *row]) for row in rows], -1), counts
 
 
 class TileTokens(NamedTuple):
@@ -227,6 +198,11 @@ def among(support: Tensor | None, logits: Tensor) -> Tensor:
         logits: logits or log-probabilities, shape (n, vocabulary); with None they have to be the latter.
     """
     return logits if support is None else logits.masked_fill(~support, -torch.inf).log_softmax(-1)
+
+
+def tiles_of(hidden: Tensor, width: int, vocabulary: int) -> tuple[Tensor, ...]:
+    """Return the hidden states that predict the last `width` tokens of each row, as tiles of shape (n, channels)."""
+    return hidden[:, -width - 1 : -1].flatten(0, 1).split(max(1, _TILE // vocabulary))
 
 
 def tiled(tokens: Kept | Named | None, width: int, size: int, count: int) -> list[TileTokens | None]:
@@ -307,8 +283,8 @@ class KeptHead:
             None if each is None else (each.full_tensor() if isinstance(each, DTensor) else each).to(dtype)
             for each in (head.weight, head.bias)
         )
-        size = max(1, _TILE // len(head.weight))
-        tiles = hidden[:, -sampled.shape[1] - 1 : -1].flatten(0, 1).to(dtype).split(size)  # those that predict
+        tiles = tiles_of(hidden.to(dtype), sampled.shape[1], len(head.weight))
+        size = len(tiles[0])
         kept = tiled(Kept(*(each[rows] for each in self._kept)), sampled.shape[1], size, len(tiles))
         scored = [
             checkpoint(self._among, weight, bias, *tile, use_reentrant=False)
@@ -322,6 +298,47 @@ class KeptHead:
             logits = functional.linear(hidden, weight, bias).float()
         logits = scaled_logits(logits, self._model.config.get_text_config()) / self._temperature
         return among(kept.support(logits), logits).gather(1, sampled.unsqueeze(1)).squeeze(1)
+
+
+# Keys of a batch. TRL shuffles, splits and buffers them with the tokens, and a checkpoint within the batch has them.
+_KEPT_IDS, _KEPT_COUNTS, _KEPT_LOGPS, _ROUTES = "kept_ids", "kept_counts", "kept_logps", "routed_experts"
+_NAMED = ("named_ids", "named_counts", "named_logps")
+
+
+class Choices(NamedTuple):
+    """What the engine chose for the completions of a batch.
+
+    Attributes:
+        kept: the tokens that truncated sampling kept; None if it does not truncate, or the engine does not name them.
+        routes: the experts of each token, int16, shape (B, P+T, layers, k); None if they are not replayed.
+        kept_logps: the engine's log-probabilities among the kept tokens, shape (B, T), nats, where the discrepancy is
+            only measured and the loss keeps those of the whole vocabulary; elsewhere None.
+        named: the most probable tokens that vLLM named, for score centering; None without it.
+    """
+
+    kept: Kept | None = None
+    routes: Tensor | None = None
+    kept_logps: Tensor | None = None
+    named: Named | None = None
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> "Choices":
+        """Return the choices that `in_batch` added to a batch."""
+        kept = Kept(batch[_KEPT_IDS], batch[_KEPT_COUNTS]) if _KEPT_IDS in batch else None
+        named = Named(*(batch[key] for key in _NAMED)) if _NAMED[0] in batch else None
+        return cls(kept, batch.get(_ROUTES), batch.get(_KEPT_LOGPS), named)
+
+    def in_batch(self) -> dict[str, Tensor]:
+        """Return the choices as tensors of a batch."""
+        found = {_ROUTES: self.routes, _KEPT_LOGPS: self.kept_logps}
+        if self.kept is not None:
+            found |= {_KEPT_IDS: self.kept.ids, _KEPT_COUNTS: self.kept.counts}
+        if self.named is not None:
+            found |= zip(_NAMED, self.named, strict=True)
+        return {name: value for name, value in found.items() if value is not None}
+
+
+NO_CHOICES = Choices()
 
 
 def _padded(rows: list[Tensor], value: float) -> Tensor:

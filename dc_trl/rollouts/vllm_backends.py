@@ -5,7 +5,6 @@ import socket
 import time
 import uuid
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,17 +34,15 @@ logger = get_logger(__name__)
 
 
 class Generation(VLLMGeneration):
-    """TRL's vLLM engine; with `logprobs` above 0, it returns the most probable tokens, or those of truncated sampling.
+    """TRL's vLLM engine; with `logprobs` it returns the most probable tokens, or those of truncated sampling.
 
     Attributes:
         last_sync: `bytes_written`, `write_seconds` and `reload_seconds` of the last synchronization; empty on
             processes that write no checkpoint.
-        syncs: sums of `last_sync` over all synchronizations, and their `count`.
     """
 
     def __init__(self, **kwargs: Any):
         self.last_sync: dict[str, float] = {}
-        self.syncs: Counter[str] = Counter()
         super().__init__(**kwargs)
         if self.mode == "colocate":
             # Registered after vLLM's own finalizer, so that it runs first when the process exits.
@@ -84,14 +81,12 @@ class _DeployedGeneration(Generation):
     _writes = False  # whether this process writes checkpoints; all processes take part in gathering
     weight_version = ""  # version of the weights that the engine is to hold
 
-    def __init__(self, *, deployment_scheme: str | None, weight_sync_dir: str | None, **kwargs: Any):
-        self.deployment_scheme = deployment_scheme
-        self.weight_sync_dir = weight_sync_dir
+    def __init__(self, args: Any, **kwargs: Any):
+        self.deployment_scheme, self.weight_sync_dir = args.deployment_scheme, args.weight_sync_dir
         self._syncs = 0
         super().__init__(**kwargs)
 
     def _begin_version(self) -> None:
-        """Begin a new version of the weights, which the engine is to hold."""
         self._syncs += 1
         self.weight_version = f"{self._run}-{self._syncs}"
 
@@ -115,8 +110,7 @@ class _DeployedGeneration(Generation):
         return self._folder(self._run) / self.weight_version
 
     def _folder(self, run: str) -> Path:
-        """Return the directory of a run's checkpoints on this machine, in shared memory by default."""
-        # Host names contain no "_".
+        # In shared memory by default. Host names contain no "_".
         return Path(self.weight_sync_dir or "/dev/shm", f"dc_trl-sync-{socket.gethostname()}_{run}")
 
     def _remove_checkpoints(self) -> None:
@@ -127,26 +121,18 @@ class _DeployedGeneration(Generation):
         """Make the engine load the weights that it is to hold."""
         raise NotImplementedError
 
-    def _timed(self, load: Callable[[], None]) -> None:
-        """Load the last checkpoint, and add the cost of the synchronization to the sums."""
+    def _timed_load(self) -> None:
         start = time.perf_counter()
-        load()
+        self._load()
         if self._writes:
             self.last_sync["reload_seconds"] = time.perf_counter() - start
-            self.syncs.update(self.last_sync, count=1)
 
     def _prepare_checkpoints(self, writes: bool) -> None:
-        """Create the writer and, on the processes that write, the folder, which is removed when the process ends."""
-        self._writes = writes
+        self._writes = writes  # the folder, which is removed when the process ends
         policy = unwrapped(self.accelerator, self.model)
         self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
         if writes:
             folder = self._folder(self._run)
-            if not folder.parent.is_dir():
-                raise ServerError(
-                    f"weight_sync_dir={self.weight_sync_dir!r}: {folder.parent} is no directory on this machine. Set "
-                    "weight_sync_dir to a directory that both the trainer and the vLLM server see."
-                )
             stack = ExitStack()
             stack.enter_context(locked_folder(folder, others=self._folder("*").name))
             weakref.finalize(self, stack.close)
@@ -164,8 +150,8 @@ class _DeployedGeneration(Generation):
         except OSError as error:
             failure = (
                 f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
-                f"{self._folder(self._run).parent} ({error.strerror}). Make room, or set weight_sync_dir to another "
-                "directory that both the trainer and the server see."
+                f"{self._folder(self._run).parent} ({error.strerror or error}). Make room, or set weight_sync_dir to "
+                "another directory that both the trainer and the server see."
             )
         finally:
             for _ in tensors:
@@ -184,11 +170,9 @@ class ServerGeneration(_DeployedGeneration):
     `ServerError`.
 
     Args:
-        weight_sync, vllm_request_timeout, vllm_time_limit, vllm_max_retries, and in **kwargs deployment_scheme and
-            weight_sync_dir: see [`~dc_trl.DCGRPOConfig`].
-        server_base_urls: addresses of several servers, which sample together; None for the single one of **kwargs.
-        routing_replay: whether completions must include the experts that they were sampled with.
-        server_timeout, **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
+        args: `DCGRPOConfig` of the run.
+        weight_sync: see [`~dc_trl.DCGRPOConfig`].
+        **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
 
     Attributes:
         vllm_client: client of the server or of all servers; on the main process.
@@ -198,29 +182,17 @@ class ServerGeneration(_DeployedGeneration):
         ServerError: the server cannot be reached or does not fit; the message names the option to change.
     """
 
-    def __init__(
-        self,
-        *,
-        weight_sync: str,
-        vllm_request_timeout: float | None,
-        vllm_time_limit: float,
-        vllm_max_retries: int,
-        server_base_urls: list[str] | None,
-        routing_replay: bool,
-        server_timeout: float,
-        **kwargs: Any,
-    ):
+    def __init__(self, args: Any, weight_sync: str, **kwargs: Any):
         self.weight_sync = weight_sync
-        self.server_base_urls = server_base_urls
-        self.routing_replay = routing_replay
+        self.server_base_urls, self.routing_replay = args.vllm_server_base_urls, args.routing_replay
         self._patience = Patience(
-            request_timeout=3600.0 if vllm_request_timeout is None else vllm_request_timeout,
-            server_timeout=server_timeout,
-            max_retries=vllm_max_retries,
-            time_limit=vllm_time_limit,
+            request_timeout=3600.0 if args.vllm_request_timeout is None else args.vllm_request_timeout,
+            server_timeout=args.vllm_server_timeout,
+            max_retries=args.vllm_max_retries,
+            time_limit=args.vllm_time_limit,
             prefix="vllm_",
         )
-        super().__init__(server_timeout=server_timeout, **kwargs)
+        super().__init__(args, **kwargs)
 
     def _init_vllm(self) -> None:
         single_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
@@ -229,11 +201,6 @@ class ServerGeneration(_DeployedGeneration):
         if self.weight_sync == "auto":
             # Processes may see the server and the GPUs differently, but the choice must be the same in all of them.
             self.weight_sync = agree(self._choose_weight_sync())
-        elif self.weight_sync == "nccl" and is_packed(self.model):
-            raise ValueError(
-                "weight_sync='nccl' streams weights as the trainer holds them, and load_in_4bit or load_in_8bit has "
-                "packed these: set weight_sync='auto' or 'checkpoint'."
-            )
         # These are errors of TRL's client, of the folder, and of the checkpoint's layout.
         with raised_together(RuntimeError, ValueError, OSError):
             if self.accelerator.is_main_process:
@@ -245,7 +212,6 @@ class ServerGeneration(_DeployedGeneration):
         return "checkpoint" if by_file or shares_gpu or is_packed(self.model) else "nccl"
 
     def _connect(self) -> None:
-        """Connect to the servers, and check that they fit the policy."""
         if self.weight_sync == "checkpoint":
             require_shared_directory(self.weight_sync_dir, self._urls)
             self._prepare_checkpoints(writes=True)
@@ -261,7 +227,6 @@ class ServerGeneration(_DeployedGeneration):
                 client.init_communicator(device=self.accelerator.device)
 
     def _require_fit(self, client: ServerClient) -> None:
-        """Refuse a server that would not sample from the policy."""
         client.require_fit(
             unwrapped(self.accelerator, self.model).config,
             scheme=self.deployment_scheme,
@@ -277,29 +242,23 @@ class ServerGeneration(_DeployedGeneration):
         with raised_together(ServerError):
             if self.weight_sync == "checkpoint":
                 self._write()
-                self._timed(self._bring)
+                self._timed_load()
                 return
-            self._announce()
+            with raised_together(ServerError):
+                # If the server cannot mark its weights as being loaded, no process begins to gather them.
+                if self.accelerator.is_main_process:
+                    client, version = self.vllm_client, self.weight_version
+                    client.weights = Weights(version, None)
+                    client.connection.persist(lambda first: client.name_weights(LOADING + version))
             if self.accelerator.is_main_process:
                 self._stream_weights()
             else:
                 super().sync_weights()
 
-    def _announce(self) -> None:
-        """Mark the server's weights as being loaded; if the server cannot do so, no process begins to gather them."""
-        with raised_together(ServerError):
-            if self.accelerator.is_main_process:
-                client, version = self.vllm_client, self.weight_version
-                client.weights = Weights(version, None)
-                client.connection.persist(lambda first: client.name_weights(LOADING + version))
-
     def _load(self) -> None:
         with raised_together(ServerError):
-            self._bring()
-
-    def _bring(self) -> None:
-        if self.accelerator.is_main_process:
-            self.vllm_client.load(Weights(self.weight_version, self.checkpoint))
+            if self.accelerator.is_main_process:
+                self.vllm_client.load(Weights(self.weight_version, self.checkpoint))
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
         with raised_together(ServerError):
@@ -316,7 +275,6 @@ class ServerGeneration(_DeployedGeneration):
         return output
 
     def _stream_weights(self) -> None:
-        """Stream the weights as TRL does, on the main process; the others take part in gathering them."""
         client, version = self.vllm_client, self.weight_version
         with client.connection.task():
             try:
@@ -339,9 +297,8 @@ class ColocateGeneration(_DeployedGeneration):
     """TRL's colocate mode with the engine in the deployment scheme.
 
     The engine is built on the deployable checkpoint and reloads it through vLLM's own reload, which repeats what a
-    quantized layer does to its weights after loading; TRL's `load_weights` leaves that out. The parameters are
-    `deployment_scheme` and `weight_sync_dir` of [`~dc_trl.DCGRPOConfig`], and those of
-    [`~trl.generation.vllm_generation.VLLMGeneration`].
+    quantized layer does to its weights after loading; TRL's `load_weights` leaves that out. The parameters are the
+    configuration of the run, and those of [`~trl.generation.vllm_generation.VLLMGeneration`].
     """
 
     def _init_vllm(self) -> None:
@@ -376,7 +333,7 @@ class ColocateGeneration(_DeployedGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         self._write_checkpoint()
-        self._timed(self._load)
+        self._timed_load()
 
     def _load(self) -> None:
         self.llm.collective_rpc(self._reload, kwargs={"weights_path": str(self.checkpoint)})

@@ -18,7 +18,7 @@ from accelerate import DistributedType
 from torch import Tensor
 
 from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
-from ..rollouts.choices import Choices
+from ..rollouts.truncation import Choices
 from ..settings.contradictions import MEAN_OVER_COMPLETIONS, mean_of_micro_batch
 from ..trl_hooks import HookedTrainer, Scores
 

@@ -92,32 +92,12 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
         requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
         left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
         _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
-        require_shared_embeddings(
-            model,
-            reason="a server of this model uses one matrix for both",
-            remedy="Use vllm_mode='colocate' with deployment_scheme, or the in-process replica (use_vllm=False)",
-        )
+        require_shared_embeddings(model)
         server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
-        return server_mode(
-            deployment_scheme=args.deployment_scheme,
-            weight_sync=weight_sync,
-            weight_sync_dir=args.weight_sync_dir,
-            vllm_request_timeout=args.vllm_request_timeout,
-            vllm_time_limit=args.vllm_time_limit,
-            vllm_max_retries=args.vllm_max_retries,
-            server_base_urls=args.vllm_server_base_urls,
-            routing_replay=args.routing_replay,
-            **of_trl,
-        )
+        return server_mode(args, weight_sync, **of_trl)
     if args.deployment_scheme is not None or weight_sync == "checkpoint":
-        return ColocateGeneration(
-            deployment_scheme=args.deployment_scheme, weight_sync_dir=args.weight_sync_dir, **of_trl
-        )
-    require_shared_embeddings(
-        model,
-        reason="TRL merges adapters in place, in both at once",
-        remedy="Set deployment_scheme (for example 'bf16')",
-    )
+        return ColocateGeneration(args, **of_trl)
+    require_shared_embeddings(model)
     return Generation(**of_trl)
 
 

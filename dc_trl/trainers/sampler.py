@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,7 @@ from accelerate.logging import get_logger
 
 from ..quantization.policy import unwrapped
 from ..resuming.checkpoints import AHEAD_FILE, SAMPLER_FOLDER
-from ..rollouts.look_ahead import LookAhead
-from ..rollouts.sync_schedule import SyncSchedule
+from ..rollouts.schedule import LookAhead, SyncSchedule
 from ..trl_hooks import Completions, HookedTrainer
 
 
@@ -59,11 +59,6 @@ class Sampler:
         """Whether rollouts of training may have weights from before the present step."""
         return self._schedule.every > 1
 
-    @property
-    def syncs(self) -> tuple[int, int]:
-        """The number of weight syncs in training, and the number of syncs that a lag saved."""
-        return self._schedule.syncs, self._schedule.steps - self._schedule.syncs
-
     # --- a batch ----------------------------------------------------------------------------------------------------
 
     def begin_batch(self, prompts: list) -> None:
@@ -93,8 +88,8 @@ class Sampler:
         return batches
 
     def _age(self) -> int:
-        """Count a generation batch of training, and return the age of its weights in optimizer steps."""
-        return self._schedule.sampled(self._trainer.state.global_step)
+        """Return the age of the weights of a generation batch of training, in optimizer steps."""
+        return self._schedule.age(self._trainer.state.global_step)
 
     # --- weights of the engine --------------------------------------------------------------------------------------
 
@@ -150,18 +145,19 @@ class Sampler:
                 self._engine.save_weights(Path(folder, SAMPLER_FOLDER))
             else:
                 shutil.copytree(Path(self._kept.name, SAMPLER_FOLDER), Path(folder, SAMPLER_FOLDER))
-        weight_sync = {"schedule": schedule.state_dict(), "engine": self._engine_name, "kept": kept}
+        weight_sync = {"schedule": asdict(schedule), "engine": self._engine_name, "kept": kept}
         return {"weight_sync": weight_sync, "rollout_ahead": None}
 
     def load(self, folder: str, state: dict[str, Any]) -> None:
         """Sample with the weights that `save` saved until new ones are due."""
-        weights, schedule = state["weight_sync"], self._schedule
-        schedule.load_state_dict(weights["schedule"])
+        weights = state["weight_sync"]
+        self._schedule = schedule = SyncSchedule(**weights["schedule"] | {"every": self._schedule.every})
         if not schedule.due(self._trainer.state.global_step):
-            schedule.wanted = not (weights["kept"] and weights["engine"] == self._engine_name)
-            if not schedule.wanted:
+            if weights["kept"] and weights["engine"] == self._engine_name:
                 self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
                 self._held = schedule.step
+            else:
+                schedule.step = None  # new weights are due
         if state["rollout_ahead"] is not None:
             self._load_ahead(folder, state["rollout_ahead"])
 
@@ -234,10 +230,10 @@ class OverlappedSampler(Sampler):
         prompt_ids = self._trainer.tokenize(prompts)[0]
         claim = self._engine.claim(prompt_ids, self._trainer.num_generations)
         self._ahead_of = None
-        self._claimed = claim.fits
-        if claim.fits:
+        self._claimed = claim is not None
+        if claim is not None:
             self._ahead_of, self._sampler_step = sampler_step, sampler_step
-            self._log_overlap(claim.seconds, claim.waited)
+            self._log_overlap(*claim)
         else:
             logger.warning(
                 "The generation batch that was sampled ahead has other prompts or settings than the run needs now: it "
@@ -271,7 +267,7 @@ class OverlappedSampler(Sampler):
         self._ahead_of = self._begun_with()
 
     def _begun_with(self) -> int:
-        """Count a generation batch that the server samples now, and return the step whose weights it uses."""
+        """Return the step whose weights a generation batch uses that the server samples now."""
         return self._trainer.state.global_step - super()._age()
 
     def _age(self):
@@ -287,16 +283,10 @@ class OverlappedSampler(Sampler):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder):
-        """Save as `Sampler.save` does, with the batch ahead once it is sampled.
-
-        If that batch could not be sampled, the resumed run samples it, with the weights of its turn.
-        """
+        """Save as `Sampler.save` does, with the batch ahead once it is sampled; if it failed, a new one will be."""
         state = super().save(folder)
-        if self._ahead_of is not None:
-            saved = self._engine.save_ahead(Path(folder, AHEAD_FILE), Path(folder, SAMPLER_FOLDER))
-            if saved is not None:
-                ahead = {"weights_of_step": self._ahead_of, "engine": self._engine_name, "saved": saved}
-                state["rollout_ahead"] = ahead
+        if self._ahead_of is not None and self._engine.save_ahead(Path(folder, AHEAD_FILE)):
+            state["rollout_ahead"] = {"weights_of_step": self._ahead_of, "engine": self._engine_name}
         return state
 
     def _load_ahead(self, folder, state):
@@ -304,9 +294,6 @@ class OverlappedSampler(Sampler):
             super()._load_ahead(folder, state)
             return
         self._ahead_of = state["weights_of_step"]
-        if state["saved"] == "request":
-            self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
-            self._held = self._ahead_of
         self._engine.load_ahead(Path(folder, AHEAD_FILE))
 
     def start_again(self):

@@ -24,9 +24,8 @@ from ..gate import Limits, limits_of, require_startable, require_trainable, warn
 from ..quantization.policy import base_model, unwrapped
 from ..quantization.tensors import deployed_tensors
 from ..rollouts.buffer import fill_empty, sampled_only
-from ..rollouts.choices import NO_CHOICES, Choices
 from ..rollouts.padding_free import PaddingFree, prepared
-from ..rollouts.truncation import Kept, KeptHead, Named, padded_logps, reported_logps
+from ..rollouts.truncation import NO_CHOICES, Choices, Kept, KeptHead, Named, padded_logps, reported_logps
 from ..settings.distribution import sharding_of
 from ..settings.paths import shipped
 from ..settings.pretrained import load_config
@@ -219,7 +218,7 @@ class SamplingTrainer(HookedTrainer):
         routes = None if self.replay is None else self.replay.routes(prompt_ids, completion_ids)
         kept = among = None
         if self.truncates and logprobs is not None:
-            kept = Kept.of(completion_ids, logprobs, self.accelerator.device)
+            kept = Kept.of(logprobs, self.accelerator.device)
             by = self.args.compared_by
             if kept is None and by is not None:
                 raise ValueError(

@@ -20,7 +20,7 @@ from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 from dc_trl.records.tables import percent, print_table
-from dc_trl.rollouts.engines import EngineSpec
+from dc_trl.rollouts.sampling import EngineSpec
 
 from .steps import StepClock, peak, ratios, train_in_turns
 

@@ -1,8 +1,43 @@
-"""Look ahead at the next micro-batches of an epoch."""
+"""Which weights sample a generation batch, and which prompts the next ones have."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+
+
+@dataclass
+class SyncSchedule:
+    """Keeps which weights sample in training, as the number of optimizer steps that made them.
+
+    Args:
+        every: number of optimizer steps after which newer weights are due, at least 1.
+        step: optimizer steps of the weights that sample; None before the first sync, and where newer ones are due
+            regardless of `every`.
+        syncs: number of times that newer weights were sent.
+    """
+
+    every: int
+    step: int | None = None
+    syncs: int = 0
+
+    def due(self, step: int) -> bool:
+        """Return whether newer weights are due at an optimizer step; they stay due until the sync."""
+        return self.step is None or step - self.step >= self.every
+
+    def lags(self, step: int) -> bool:
+        """Return whether a batch at an optimizer step is sampled with older weights than those of this step."""
+        return step != self.step and not self.due(step)
+
+    def synced(self, step: int) -> None:
+        """Record that the weights of an optimizer step sample from now on."""
+        self.syncs += step != self.step
+        self.step = step
+
+    def age(self, step: int) -> int:
+        """Return the age of the weights that sample at an optimizer step, in optimizer steps."""
+        assert self.step is not None
+        return step - self.step
 
 
 class LookAhead:
