@@ -8,7 +8,7 @@ ignored.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +100,11 @@ def detached(train_logps: Tensor, infer_logps: Tensor) -> tuple[Tensor, Tensor]:
 def bounded_log_ratio(train_logps: Tensor, infer_logps: Tensor) -> Tensor:
     """Return log π_train/π_inf, clamped to ±20."""
     return (train_logps - infer_logps).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def loss_mask(batch: dict[str, Any]) -> Tensor:
+    """Return the mask (B, T) of the completion tokens that enter TRL's loss, without those that a tool has written."""
+    return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
 
 
 def scored_tokens(mask: Tensor, *values: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from .records.clock import timed
 from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
 from .rollouts.neutral_sampling import truncation_warning
-from .sampled_tokens import SampledTokens
+from .sampled_tokens import SampledTokens, loss_mask
 from .settings.contradictions import MEAN_OVER_COMPLETIONS
 from .trainers.run import RunTrainer
 from .trainers.sampling import total_rewards
@@ -274,7 +274,7 @@ class DCGRPOTrainer(RunTrainer):
             kept = ~zero_std_groups(rewards, generations)
             for name in {"completion_mask", "tool_mask"} & batch.keys():
                 batch[name] = batch[name] * kept[local].unsqueeze(1)
-            batch["num_items_in_batch"] = self.accelerator.gather(_loss_mask(batch).sum()).sum()
+            batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
             # A mean over completions counts the dropped ones as zeros, so the others get a larger weight.
             over_completions = self.loss_type in MEAN_OVER_COMPLETIONS
             batch["kept_weight"] = kept.any() * (len(kept) / kept.sum().clamp(min=1) if over_completions else 1.0)
@@ -293,7 +293,7 @@ class DCGRPOTrainer(RunTrainer):
         args, penalty, weights = self.args, None, None
         self._counts_truncation = self.truncates and "kept_counts" not in batch
         infer_logps = batch.get("kept_logps", batch["sampling_per_token_logps"])
-        tokens = SampledTokens.of(train_logps, infer_logps, _loss_mask(batch), batch["advantages"], deployed_logps)
+        tokens = SampledTokens.of(train_logps, infer_logps, loss_mask(batch), batch["advantages"], deployed_logps)
         tokens = tokens._replace(age=self.sampler.age)  # a batch is constrained before the next one is sampled
         if self.form is not None:
             constrained = self.form(tokens.of_target(args.constraint_target), self.lagrange_multiplier.value)
@@ -359,7 +359,7 @@ class DCGRPOTrainer(RunTrainer):
         assert self._centering is not None
         advantages, weights = inputs["advantages"], self._centred_weights
         centre = self._centering(input_ids, attention_mask, train_logps.shape[1], advantages, self._choices)
-        scored = _loss_mask(inputs).bool()
+        scored = loss_mask(inputs).bool()
         sums = torch.cat([centre.drift[scored].sum(0), scored.sum().unsqueeze(0)]).unsqueeze(0)
         variation, norm, count = self.accelerator.gather(sums).sum(0).tolist()
         if count:
@@ -498,8 +498,3 @@ class DCGRPOTrainer(RunTrainer):
         self._k3_in_step[:] = state["k3_in_step"]
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]
-
-
-def _loss_mask(batch: dict[str, Any]) -> Tensor:
-    """Return the mask of the completion tokens that enter the loss, without those that a tool has written."""
-    return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]

@@ -135,26 +135,32 @@ def make_prompts(count: int = 16) -> Dataset:
     return Dataset.from_dict({"prompt": [f"{number}+{number}=" for number in range(count)]})
 
 
+# Fields of a small run, of TRL's GRPOConfig too.
+SMALL_RUN = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
 def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
     return DCGRPOConfig(
         **{
             "output_dir": str(output_dir),
             "recipe": "paper",
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": 4,
-            "num_generations": 4,
-            "max_completion_length": 8,
             "max_steps": 3,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "save_strategy": "no",
             "export_run": False,  # takes a second or two of each training; tests/test_exporting.py has it on
-            "report_to": "none",
-            "disable_tqdm": True,
         }
+        | SMALL_RUN
         # λ moves from the first batch on.
         | ({} if "discrepancy_measure" in overrides else {"discrepancy_tolerance": 0.0037})
         | overrides

@@ -22,7 +22,16 @@ from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.sampled_tokens import SampledTokens
 
-from .helpers import Rollouts, assert_finite, distinct_characters, logged, make_config, make_model, make_prompts
+from .helpers import (
+    SMALL_RUN,
+    Rollouts,
+    assert_finite,
+    distinct_characters,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+)
 from .test_trainer import ALIGNED, MISALIGNED, ByStep, make_trainer
 
 
@@ -240,20 +249,12 @@ def in_trl(config, bounds, tokenizer, rollouts=None):
 def test_loss_and_gradients_are_those_of_trls_own_correction(tmp_path, tokenizer, loss_type, mode, steps):
     lower, upper = (0.2, 3.0) if mode.startswith("token") else (0.02, 20.0)
     shared = {
+        **SMALL_RUN,
         "output_dir": str(tmp_path),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "max_completion_length": 8,
         "max_steps": 2 if steps is MISALIGNED else 1,
         "learning_rate": 0.1,
         "optim": "sgd",  # a step is the gradient
         "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "report_to": "none",
         "loss_type": loss_type,
         "epsilon": 0.24,
         "epsilon_high": 5.0 if loss_type == "cispo" else None,

@@ -5,7 +5,16 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOTrainer, MismatchCallback
 
-from .helpers import Rollouts, distinct_characters, logged, make_model, make_prompts, make_tokenizer, make_trainer
+from .helpers import (
+    SMALL_RUN,
+    Rollouts,
+    distinct_characters,
+    logged,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+    make_trainer,
+)
 
 
 # TRL scores what it has sampled if a generation batch outlives an optimizer step, or with vLLM.
@@ -15,25 +24,7 @@ NAMES = ("mean", "k3_kl", "kl", "ess", "log_ppl_abs_diff", "probs_diff_max", "pr
 
 
 def stock_trainer(tmp_path, **fields):
-    args = GRPOConfig(
-        **{
-            "output_dir": str(tmp_path),
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": 4,
-            "num_generations": 4,
-            "max_completion_length": 8,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-        }
-        | SCORED
-        | fields
-    )
+    args = GRPOConfig(str(tmp_path), **(SMALL_RUN | SCORED | fields))
     trainer = GRPOTrainer(
         make_model(),
         distinct_characters,

@@ -266,11 +266,19 @@ def test_a_lower_learning_rate_takes_effect_on_resuming(tmp_path, first_step):
 
 
 def test_length_decay_may_begin_on_resuming(tmp_path, first_step):
+    class Rates(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+            rates.extend(group["lr"] for group in optimizer.param_groups)
+
+    rates: list[float] = []
+
     def decay(trainer):
         trainer.add_callback(LengthDecayCallback(trainer, decay_period=3))
+        trainer.add_callback(Rates())
 
     trainer = go_on(tmp_path, first_step, decay, constraint="none", learning_rate=2e-3)
     assert logged(trainer, "learning_rate")[-1] == pytest.approx(2e-3)
+    assert rates == pytest.approx([2e-3] * 2)  # what the step was made with
     schedule = trainer.lr_scheduler
     assert (schedule.last_epoch, schedule.get_lr()) == (2, [pytest.approx(1e-3)] * 2)  # the third step is halved
 

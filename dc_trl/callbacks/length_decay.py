@@ -161,10 +161,10 @@ class LengthDecaySchedule(LRScheduler):
         if "detector" not in state_dict:
             self.last_epoch = self.detector.step = state_dict["last_epoch"]
             if self._decay_period is not None:
-                self._passed = (self.last_epoch + 1) // self._decay_period
-            return
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != "detector"})
-        self.detector.load_state_dict(state_dict["detector"])
+                self.decay_period = self._decay_period
+        else:
+            super().load_state_dict({name: value for name, value in state_dict.items() if name != "detector"})
+            self.detector.load_state_dict(state_dict["detector"])
         # PyTorch leaves the rate to the optimizer's own state, which not everyone saves.
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate

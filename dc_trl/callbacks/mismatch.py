@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from ..constraint.settings import ConstraintSettings
 from ..constraint.statistics import BatchStatistics, batch_metrics
 from ..rollouts.neutral_sampling import TRUNCATIONS, truncations
-from ..sampled_tokens import SampledTokens
+from ..sampled_tokens import SampledTokens, loss_mask
 from ..trl_hooks import add_metrics, generation_batch_of
 
 
@@ -75,7 +75,4 @@ def _tokens_of(batch: dict[str, Any]) -> SampledTokens:
             "TRL has not scored the rollouts with the policy: it does with use_vllm=True and "
             "vllm_importance_sampling_correction=True, its default. DCGRPOTrainer reads the loss's own forward."
         )
-    mask = batch["completion_mask"]
-    if "tool_mask" in batch:
-        mask = mask * batch["tool_mask"]
-    return SampledTokens.of(train, infer, mask, batch["advantages"])
+    return SampledTokens.of(train, infer, loss_mask(batch), batch["advantages"])
