@@ -476,25 +476,16 @@ class DCGRPOTrainer(RunTrainer):
         self._warned_of_mismatch = self._seen_first_batch = False
         self._k3_in_step.clear()
 
-    @property
-    def _constrained(self) -> list[str]:
-        """What λ multiplies, and what moves it."""
-        args = self.args
-        return [args.constraint, args.constraint_form, args.discrepancy_measure, args.constraint_target]
-
     def iteration_state(self):
         return super().iteration_state() | {
             "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
-            "constrained": self._constrained,
             "batch_discrepancy": self._mean_discrepancy,
             "k3_in_step": self._k3_in_step,
         }
 
     def load_iteration_state(self, state, within_batch):
         super().load_iteration_state(state, within_batch)
-        # A λ that was found for another constraint, or that nothing moved, says nothing about the present one.
-        if self.args.constraint == "lagrangian" and state.get("constrained", self._constrained) == self._constrained:
-            self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
+        self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
         self._k3_in_step[:] = state["k3_in_step"]
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]

@@ -328,20 +328,11 @@ class HookedTrainer(GRPOTrainer):
         self.parts_clock.carry(state["seconds"])
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        schedule = self._schedule
-        rates = [] if schedule is None else list(schedule.base_lrs)
+        rates = base_rates(self.lr_scheduler)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            if schedule is not None and schedule.base_lrs != rates:
-                _use_base_rates(schedule, rates)
+            use_base_rates(self.lr_scheduler, rates)
             self.load_state(checkpoint)
-
-    @property
-    def _schedule(self) -> LRScheduler | None:
-        """The schedule of the learning rate; None where DeepSpeed has one of its own."""
-        scheduler = self.lr_scheduler
-        inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
-        return inner if isinstance(inner, LRScheduler) else None
 
     def load_state(self, checkpoint: str) -> None:
         """Continue from the state of a checkpoint, after the optimizer has been loaded."""
@@ -386,18 +377,30 @@ class HookedTrainer(GRPOTrainer):
         policy.load_state_dict(saved.state_dict())
 
 
-def _use_base_rates(schedule: LRScheduler, rates: list[float | Tensor]) -> None:
-    """Schedule the rates of the settings in place of those that a checkpoint's state has brought.
+# --- the learning rate of a run that is resumed ---------------------------------------------------------------------
+
+
+def base_rates(scheduler: LRScheduler | AcceleratedScheduler) -> list[float | Tensor]:
+    """Return the learning rate of each parameter group before it is scheduled; none where DeepSpeed schedules."""
+    inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+    return list(inner.base_lrs) if isinstance(inner, LRScheduler) else []
+
+
+def use_base_rates(scheduler: LRScheduler | AcceleratedScheduler, rates: list[float | Tensor]) -> None:
+    """Schedule these rates, of `base_rates` before a checkpoint was loaded, in place of those that it has brought.
 
     PyTorch's schedulers and optimizers restore the rates of the checkpoint, so that a lower `learning_rate`, the first
     remedy for a run that went wrong, would have no effect.
     """
-    saved = schedule.base_lrs
-    for group, old, new in zip(schedule.optimizer.param_groups, saved, rates, strict=True):
+    inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+    saved = base_rates(inner)
+    if saved == rates:
+        return
+    for group, old, new in zip(inner.optimizer.param_groups, saved, rates, strict=True):
         group["lr"] = group["lr"] / old * new if old else new
         group["initial_lr"] = new
-    schedule.base_lrs = rates
-    schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]  # what is logged
+    inner.base_lrs = rates
+    inner._last_lr = [group["lr"] for group in inner.optimizer.param_groups]  # what is logged
     logger.warning(f"learning_rate={rates[0]:g} from here on: the checkpoint was trained at {saved[0]:g}.")
 
 

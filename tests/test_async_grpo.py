@@ -378,6 +378,11 @@ def test_the_multiplier_answers_to_each_step_and_is_resumed(make_trainer):
     resumed = make_trainer(max_steps=3, **fields)
     resumed.train(resume_from_checkpoint=checkpoint)
     assert logged(resumed, "lagrangian/lambda")[-1] == values[2]
+    fields |= {"constraint": "static", "lambda_init": 0.25, "learning_rate": 1e-5}
+    other = make_trainer(max_steps=3, **fields)
+    other.train(resume_from_checkpoint=checkpoint)
+    assert logged(other, "lagrangian/lambda")[-1] == 0.25
+    assert logged(other, "learning_rate")[-1] == pytest.approx(1e-5)
 
 
 def test_a_step_whose_every_token_is_masked_teaches_nothing(make_trainer):

@@ -42,6 +42,7 @@ from ..resuming.checkpoints import STATE_FILE
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
 from ..settings.distribution import sharding_of
 from ..settings.reward_functions import checked_reward
+from ..trl_hooks import base_rates, use_base_rates
 from .config import AsyncDCGRPOConfig
 
 
@@ -286,9 +287,11 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
+        rates = base_rates(self.lr_scheduler)
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        use_base_rates(self.lr_scheduler, rates)
         path = Path(checkpoint, STATE_FILE)
         if path.is_file():
             self.lagrange_multiplier.load_state_dict(read_object(path)["lagrange_multiplier"])

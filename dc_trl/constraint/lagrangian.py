@@ -51,6 +51,7 @@ class LagrangeMultiplier:
         self.minimum = minimum
         self.maximum = maximum
         self._dual = dual
+        self._of: list[str] | None = None  # what λ multiplies and what moves it, where a run's settings say so
         self._gains = (proportional, derivative)
         self._value = self._integral = float(init)
         self._violation: float | None = None  # the latest one
@@ -61,7 +62,7 @@ class LagrangeMultiplier:
     @classmethod
     def of(cls, settings: ConstraintSettings) -> Self:
         """Return a new multiplier at `lambda_init`, where it stays unless it is updated (`constraint="static"`)."""
-        return cls(
+        multiplier = cls(
             init=settings.lambda_init,
             lr=settings.lambda_lr,
             tolerance=settings.discrepancy_tolerance,
@@ -72,6 +73,9 @@ class LagrangeMultiplier:
             proportional=settings.lambda_kp or 0.0,
             derivative=settings.lambda_kd or 0.0,
         )
+        names = ("constraint", "constraint_form", "discrepancy_measure", "constraint_target")
+        multiplier._of = [getattr(settings, name) for name in names]
+        return multiplier
 
     @property
     def value(self) -> float:
@@ -112,10 +116,15 @@ class LagrangeMultiplier:
     def state_dict(self) -> dict[str, Any]:
         """Return λ, the window's discrepancies and those that ε is computed from, as JSON values, without settings."""
         pid = {"integral": self._integral, "violation": self._violation}
-        return {"value": self._value, "recent": list(self._recent), "observed": self._observed} | pid
+        return {"value": self._value, "recent": list(self._recent), "observed": self._observed, "of": self._of} | pid
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``. λ is projected onto the present bounds, and the window keeps its latest."""
+        """Continue from ``state_dict()``. λ is projected onto the present bounds, and the window keeps its latest.
+
+        A λ that was found for another constraint, or that nothing moves, says nothing about the present one: it stays.
+        """
+        if self._of is not None and (self._of[0] != "lagrangian" or state_dict.get("of", self._of) != self._of):
+            return
         self._value = self._projected(float(state_dict["value"]))
         self._integral = self._projected(float(state_dict["integral"]))
         self._violation = state_dict["violation"]
