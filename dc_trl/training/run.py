@@ -11,8 +11,8 @@ from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.summary import BeforeAndAfter, summarize
 from ..data.dapo import DAPO
 from ..hub.push import HubError
-from ..records.runs import run_ended
-from ..resuming.checkpoints import on_main_process
+from ..records.runs import HISTORY_FILE, SETTINGS_FILE, run_ended
+from ..resuming.checkpoints import checkpoints, on_main_process
 from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
 from ..trainer import DCGRPOTrainer
@@ -68,6 +68,10 @@ def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stac
     """End the run's own server and its processes together."""
     if isinstance(error, RunInterrupted):  # printed at once, since the sender of the signal may soon kill the process
         trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
+        began = trainer.state.global_step > 0 or checkpoints(trainer.args.output_dir)
+        if not began and trainer.accelerator.is_main_process:  # the same command is to start again
+            for name in (HISTORY_FILE, SETTINGS_FILE):
+                Path(trainer.args.output_dir, name).unlink(missing_ok=True)
     stack.close()
     # If one process of several fails, the launcher ends the others, and the server may still run.
     trainer.accelerator.wait_for_everyone()
