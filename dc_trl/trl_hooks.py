@@ -377,9 +377,6 @@ class HookedTrainer(GRPOTrainer):
         policy.load_state_dict(saved.state_dict())
 
 
-# --- the learning rate of a run that is resumed ---------------------------------------------------------------------
-
-
 def base_rates(scheduler: LRScheduler | AcceleratedScheduler) -> list[float | Tensor]:
     """Return the learning rate of each parameter group before it is scheduled; none where DeepSpeed schedules."""
     inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler

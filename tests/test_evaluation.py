@@ -217,7 +217,7 @@ def test_a_killed_evaluation_is_continued(tmp_path, script):
     options = ["--engine", "replica:bf16", "--samples", "4", "--limit", "25", "--max_tokens", "48"]
     command = [*evaluate_script(*options), "--concurrency", "4", "--output"]
     folders = [tmp_path / name / "bf16" for name in ("whole", "parts")]
-    assert "arithmetic, k = 4" in script([*command, str(tmp_path / "whole")])
+    assert "arithmetic avg@4" in script([*command, str(tmp_path / "whole")])
     words = [sys.executable, "-m", "dc_trl", *command[0].split()[1:], *command[1:], str(tmp_path / "parts")]
     with open(tmp_path / "log", "w") as log, subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log) as process:
         while not list(folders[1].glob("arithmetic/samples.jsonl")):

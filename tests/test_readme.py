@@ -107,7 +107,7 @@ def test_the_command_that_starts_a_vllm_server(workplace):
 @requires_vllm
 def test_the_evaluation(workplace):
     output = run([*the_command("evaluate"), "--limit", "32"], workplace)
-    assert "arithmetic, k = 4" in output
+    assert "arithmetic avg@4" in output
     assert "second is" in output
     assert {path.name for path in (workplace / "runs" / "evaluation").iterdir()} == {"bf16", "fp8"}
 

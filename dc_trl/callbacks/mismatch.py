@@ -35,12 +35,8 @@ class MismatchCallback(TrainerCallback):
     Example:
 
     ```python
-    from dc_trl import MismatchCallback
-    from trl import GRPOConfig, GRPOTrainer
-
     trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward, args=GRPOConfig("out", use_vllm=True), train_dataset=dataset)
     trainer.add_callback(MismatchCallback(trainer))
-    trainer.train()
     ```
     """
 

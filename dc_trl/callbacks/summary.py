@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from ..files import write_text
@@ -83,11 +84,14 @@ def summarize(trainer: DCGRPOTrainer) -> None:
     lag = {"weight_sync_steps": args.weight_sync_steps, "rollout_overlap": args.rollout_overlap}
     logged = Run("", trainer.state.log_history, lag)
     tokens, seconds = trainer.state.num_input_tokens_seen, trainer.training_seconds
-    rows = [*outcome(logged), ["tokens", "", f"{tokens:,}"], ["seconds", "", f"{seconds:.0f}"]]
+    rows = [*outcome(logged), ["tokens sampled and read", "", f"{tokens:,}"]]
+    rows.append(["training seconds", "", f"{seconds:.0f}"])
     weights = (float(f"{weight:.6g}") for weight in trainer.reward_weights.tolist())  # float32 in the trainer
     verdict = verdict_of(logged)
     print("\n".join(verdict.lines))
     title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
+    if isinstance(trainer.eval_dataset, Dataset):  # a stream has no size
+        title += f", {len(trainer.eval_dataset)} held-out problems"
     print_table(("", "before", "after"), rows, title)
     measured = {name: logged.series(metric).values for name, metric in MEASURED.items()}
     summary = {

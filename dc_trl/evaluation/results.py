@@ -156,7 +156,7 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
             rows.append(
                 [
                     evaluation.scheme,
-                    f"{name}, k = {result.samples}",
+                    f"{name} avg@{result.samples}",
                     f"{result.avg.problems}{ungraded}",
                     percent(result.avg),
                     # A single problem says nothing about chance.

@@ -92,6 +92,7 @@ class Checkpoints(TrainerCallback):
             torch.cuda.set_rng_state(cuda)
         try:
             trainer.save_checkpoint()
+            trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         except (OSError, RuntimeError, SafetensorError) as error:  # all of them may be a full disk
             return _not_saved(str(error))
         # If a process ended before the others, the launcher would end them, perhaps while they write.
