@@ -401,9 +401,6 @@ def use_base_rates(scheduler: LRScheduler | AcceleratedScheduler, rates: list[fl
     logger.warning(f"learning_rate={rates[0]:g} from here on: the checkpoint was trained at {saved[0]:g}.")
 
 
-# --- TRL's own trainer ----------------------------------------------------------------------------------------------
-
-
 def generation_batch_of(trainer: GRPOTrainer) -> list[dict[str, Any]]:
     """Return the generation batch that a trainer of TRL is using, in one part for each micro-batch."""
     return trainer._buffered_inputs

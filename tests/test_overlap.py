@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.resuming.checkpoints import checkpoint_defect
+from dc_trl.resuming.checkpoints import AHEAD_FILE, checkpoint_defect
 from dc_trl.rollouts.overlap import BackgroundRollout
 from dc_trl.rollouts.schedule import LookAhead
 from dc_trl.serving.errors import ServerError
@@ -323,11 +323,14 @@ def test_a_server_lost_while_it_samples_ahead_ends_the_run_as_when_it_is_asked(t
             ServerError, match=r"broke during /(v1/completions|weight_info) .*resume_from_checkpoint=.*checkpoint-3'"
         ):
             trainer.train()
-        # The step on the batch at hand was made; a new batch is sampled in the place of the lost one.
+        # The step on the batch at hand was made; the lost batch is asked for again, with the weights of its turn.
+        state = json.loads((tmp_path / "checkpoint-3" / "dc_grpo_state.json").read_text())
+        assert state["rollout_ahead"]["weights_of_step"] == 2
+        assert BackgroundRollout.load(tmp_path / "checkpoint-3" / AHEAD_FILE).output is None
         server.down, server.seconds = False, 0.0
         resumed = make_trainer(server.url, tmp_path, **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert logged(resumed, "sync/age") == [0, 1, 1, 0, 1, 1]
+    assert logged(resumed, "sync/age") == [0, 1, 1, 1, 1, 1]
 
 
 class Ready(TrainerCallback):

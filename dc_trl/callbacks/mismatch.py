@@ -31,13 +31,6 @@ class MismatchCallback(TrainerCallback):
 
     Raises:
         ValueError: the first generation batch lacks the log-probabilities of one of the engines.
-
-    Example:
-
-    ```python
-    trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward, args=GRPOConfig("out", use_vllm=True), train_dataset=dataset)
-    trainer.add_callback(MismatchCallback(trainer))
-    ```
     """
 
     def __init__(self, trainer: GRPOTrainer):

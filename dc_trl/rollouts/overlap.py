@@ -24,6 +24,7 @@ class BackgroundRollout:
 
     Args:
         request: keyword arguments of the client's `generate`: `prompts`, and JSON-compatible settings.
+        seed: number that the client drew for the request.
 
     Attributes:
         output: result of `generate`; None until it has returned, or if it failed.
@@ -32,8 +33,8 @@ class BackgroundRollout:
         waited: seconds that `wait` spent waiting for it.
     """
 
-    def __init__(self, request: dict[str, Any]):
-        self.request = request
+    def __init__(self, request: dict[str, Any], seed: int | None = None):
+        self.request, self.seed = request, seed
         self.output: dict[str, Any] | None = None
         self.routed_experts: list[np.ndarray | None] = []
         self.seconds = 0.0
@@ -77,8 +78,8 @@ class BackgroundRollout:
         return mine == theirs
 
     def save(self, path: Path) -> None:
-        """Write the completions as a JSON file for `load`, and their experts to a safetensors file beside it."""
-        values = {name: getattr(self, name) for name in ("request", "output", "seconds", "waited")}
+        """Write the completions, or the request alone if they failed, as JSON for `load`, and their experts beside."""
+        values = {name: getattr(self, name) for name in ("request", "seed", "output", "seconds", "waited")}
         write_text(path, json.dumps(values | {"routes": len(self.routed_experts)}))
         routes = {str(i): np.ascontiguousarray(a) for i, a in enumerate(self.routed_experts) if a is not None}
         if routes:
@@ -86,9 +87,9 @@ class BackgroundRollout:
 
     @classmethod
     def load(cls, path: Path) -> "BackgroundRollout":
-        """Read what `save` wrote."""
+        """Read what `save` wrote; `output` is None if the completions were not sampled."""
         values = read_object(path)
-        rollout = cls(values["request"])
+        rollout = cls(values["request"], values["seed"])
         rollout.output, rollout.seconds, rollout.waited = values["output"], values["seconds"], values["waited"]
         beside = path.with_suffix(".safetensors")
         routes = load_file(beside) if beside.is_file() else {}
@@ -118,8 +119,8 @@ class OverlappedGeneration(ServerGeneration):
         """
         request = self._request(prompts, num_generations)
         if request is not None:
-            self.vllm_client.seeds.draw()  # in this thread, which also draws for training
-            self.ahead = BackgroundRollout(request)
+            seed = self.vllm_client.seeds.draw()  # in this thread, which also draws for training
+            self.ahead = BackgroundRollout(request, seed)
             self.ahead.start(self.vllm_client)
 
     def claim(self, prompts: list[list[int]], num_generations: int) -> tuple[float, float] | None:
@@ -166,18 +167,29 @@ class OverlappedGeneration(ServerGeneration):
         self.wait()
         self.ahead, self._claimed = None, False
 
-    def save_ahead(self, path: Path) -> bool:
-        """Save the batch ahead, and return whether there is one that was sampled. Every process has to call it."""
+    def save_ahead(self, path: Path, weights: Path) -> bool:
+        """Save the batch ahead or, if it failed, its request and weights; return whether. All processes call it."""
         self.wait()
-        sampled = agree(self.ahead is not None and self.ahead.output is not None)
-        if sampled and self.ahead is not None:
-            self.ahead.save(path)
-        return sampled
+        ahead = self.ahead
+        begun, sampled = agree((ahead is not None, ahead is not None and ahead.output is not None))
+        saved = sampled or (begun and self.weight_sync == "checkpoint")
+        if saved and ahead is not None:
+            ahead.save(path)
+            if not sampled and not weights.exists():
+                self.save_weights(weights)
+        return saved
 
-    def load_ahead(self, path: Path) -> None:
-        """Load what `save_ahead` saved."""
+    def load_ahead(self, path: Path, weights: Path) -> bool:
+        """Load what `save_ahead` saved, and return whether it was a request: that is sampled now, with its weights."""
         if self.accelerator.is_main_process:
             self.ahead = BackgroundRollout.load(path)
+        requested = agree(self.ahead is not None and self.ahead.output is None)
+        if requested:
+            self.load_weights(weights)
+            if self.ahead is not None:
+                self.vllm_client.seeds.draw(self.ahead.seed)
+                self.ahead.start(self.vllm_client)
+        return requested
 
     def sync_weights(self) -> None:
         self.wait()

@@ -283,9 +283,12 @@ class OverlappedSampler(Sampler):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder):
-        """Save as `Sampler.save` does, with the batch ahead once it is sampled; if it failed, a new one will be."""
-        state = super().save(folder)
-        if self._ahead_of is not None and self._engine.save_ahead(Path(folder, AHEAD_FILE)):
+        """Save as `Sampler.save` does, with the batch ahead once it is sampled.
+
+        If that batch could not be sampled, the resumed run samples it, with the weights of its turn.
+        """
+        state, files = super().save(folder), (Path(folder, AHEAD_FILE), Path(folder, SAMPLER_FOLDER))
+        if self._ahead_of is not None and self._engine.save_ahead(*files):
             state["rollout_ahead"] = {"weights_of_step": self._ahead_of, "engine": self._engine_name}
         return state
 
@@ -294,7 +297,8 @@ class OverlappedSampler(Sampler):
             super()._load_ahead(folder, state)
             return
         self._ahead_of = state["weights_of_step"]
-        self._engine.load_ahead(Path(folder, AHEAD_FILE))
+        if self._engine.load_ahead(Path(folder, AHEAD_FILE), Path(folder, SAMPLER_FOLDER)):
+            self._held = self._ahead_of
 
     def start_again(self):
         super().start_again()

@@ -13,7 +13,6 @@ from trl import ModelConfig
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.deployment import DeploymentCheckpointCallback
 from ..callbacks.length_decay import LengthDecayCallback
-from ..callbacks.logging import ConstraintProgressCallback
 from ..config import DCGRPOConfig
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
@@ -131,6 +130,18 @@ def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revisi
         )
     )
     args.vllm_server_base_url = running.url
+
+
+class ConstraintProgressCallback(ProgressCallback):
+    """Transformers' progress bar, with reward, δ̄ and λ on it in place of a printed line for every log."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or self.training_bar is None or not logs:
+            return
+        shown = {"reward": "reward", "δ̄": "discrepancy/mean", "λ": "lagrangian/lambda"}
+        values = {label: f"{logs[name]:.4g}" for label, name in shown.items() if logs.get(name) is not None}
+        if values:
+            self.training_bar.set_postfix(values)
 
 
 def add_callbacks(trainer: DCGRPOTrainer, watch: WatchArguments) -> CollapseAlarmCallback | None:
