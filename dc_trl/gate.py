@@ -1,7 +1,7 @@
 """Checks before the first step, so that no run trains nothing or fails in the middle of its work.
 
 The trainers' constructors make these checks, and `dc-trl train` makes the first of them before it starts a server, so
-that Python and the command refuse with the same messages. `settings.reward_functions` checks the results of reward
+that Python and the command refuse with the same messages. `grading.checked_reward` checks the results of reward
 functions.
 """
 
@@ -19,11 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from .config import DCGRPOConfig
+from .grading.checked_reward import excerpt, require_callable, reward_name
 from .quantization.policy import base_model
 from .settings.distribution import sharding_of
 from .settings.paths import require_model_path
 from .settings.pretrained import load_config
-from .settings.reward_functions import excerpt, require_callable, reward_name
 
 
 logger = get_logger(__name__)

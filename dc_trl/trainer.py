@@ -54,10 +54,11 @@ if TYPE_CHECKING:
     )
     from trl import GRPOTrainer
 
+    from .grading.checked_reward import RewardFunction
+
     # Imported only where the policy is compared with its quantized self: compressed-tensors takes 0.15 s.
     from .quantization.deployed_forward import DeployedForward
     from .rollouts.score_centering import ScoreCentering
-    from .settings.reward_functions import RewardFunction
 
     Reward: TypeAlias = str | PreTrainedModel | RewardFunction
 

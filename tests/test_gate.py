@@ -27,7 +27,7 @@ from transformers import (
 from dc_trl import DCGRPOTrainer
 from dc_trl.command.train import main
 from dc_trl.gate import warn_of_rounding
-from dc_trl.settings.reward_functions import checked_reward, is_async, require_rewards
+from dc_trl.grading.checked_reward import checked_reward, is_async, require_rewards
 
 from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
 

@@ -36,12 +36,12 @@ from ..constraint.statistics import BatchStatistics, batch_metrics
 from ..constraint.thresholds import drift_warning
 from ..files import read_object, write_text
 from ..gate import limits_of, require_startable, require_trainable
+from ..grading.checked_reward import checked_reward
 from ..quantization.deployed_forward import DeployedForward
 from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
 from ..settings.distribution import sharding_of
-from ..settings.reward_functions import checked_reward
 from ..trl_hooks import base_rates, use_base_rates
 from .config import AsyncDCGRPOConfig
 

@@ -12,10 +12,10 @@ from ..evaluation.evaluate import Benchmark, tokenize_prompts
 from ..evaluation.results import benchmark_result
 from ..evaluation.samples import Sample
 from ..grading import Grader
+from ..grading.checked_reward import RewardFunction
 from ..records.estimators import Estimate, mean_estimate
 from ..resuming.checkpoints import on_main_process
 from ..rollouts.sampling import Completion
-from ..settings.reward_functions import RewardFunction
 from ..trainer import DCGRPOTrainer
 
 

@@ -1,7 +1,7 @@
 r"""Whether a boxed answer equals a gold answer, decided safely. What counts as correct: docs/grading.md.
 
-`text` (LaTeX to plain spelling) → `literals` (numbers and units) → `expressions` (math-verify) → `structure` (lists,
-intervals, matrices, names) → `answers` (the verdict) → `pool` (worker processes with limits).
+`text` (LaTeX to plain spelling) → `literals` (numbers, units) → `expressions` (math-verify) → `answers` (the verdict) →
+`pool` (workers with limits). `rewards` are the shipped reward functions, `checked_reward` calls those of a user.
 """
 
 from .answers import GRADING_COLUMNS, Gold, Verdict, grade, is_gradable

@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..settings.reward_functions import RewardFunction
 from ..settings.users_function import import_function
 from . import GRADING_COLUMNS, Gold, Grader, gold_answer
+from .checked_reward import RewardFunction
 from .text import last_box
 
 

@@ -21,6 +21,7 @@ from transformers import GenerationConfig, ProcessorMixin
 
 from ..config import DCGRPOConfig
 from ..gate import Limits, limits_of, require_startable, require_trainable, warn_of_rounding
+from ..grading.checked_reward import LARGEST, RewardFunction, call_reward, checked_reward
 from ..quantization.policy import base_model, unwrapped
 from ..quantization.tensors import deployed_tensors
 from ..rollouts.buffer import fill_empty, sampled_only
@@ -29,7 +30,6 @@ from ..rollouts.truncation import NO_CHOICES, Choices, Kept, KeptHead, Named, pa
 from ..settings.distribution import sharding_of
 from ..settings.paths import shipped
 from ..settings.pretrained import load_config
-from ..settings.reward_functions import LARGEST, RewardFunction, call_reward, checked_reward
 from ..trl_hooks import Completions, HookedTrainer
 from .batching import LengthAwareBatches, Scored
 from .engines import build_replica, build_vllm, complete_generation_config, require_servers
