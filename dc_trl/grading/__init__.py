@@ -1,6 +1,6 @@
 r"""Whether a boxed answer equals a gold answer, decided safely. What counts as correct: docs/grading.md.
 
-`text` (LaTeX to plain spelling) → `literals` (numbers, units) → `expressions` (math-verify) → `answers` (the verdict) →
+`text` (LaTeX to plain spelling) → `literals` (numbers, units) → `expressions` (math-verify) → `answers` (verdicts) →
 `pool` (workers with limits). `rewards` are the shipped reward functions, `checked_reward` calls those of a user.
 """
 
