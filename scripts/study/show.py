@@ -3,6 +3,7 @@
 python scripts/study/show.py docs/study.jsonl                      all of them, into build/study
 python scripts/study/show.py runs/study/lines.jsonl --only lag     what `make study` has made so far of one sweep
 python scripts/study/show.py build/again/lines.jsonl --only headline --against docs/study.jsonl
+python scripts/study/show.py scripts/study/real_model/lines.jsonl --study scripts/study/real_model
 """
 
 from collections.abc import Sequence
@@ -69,10 +70,11 @@ def main() -> None:
     parser.add_argument("lines", type=Path, help="raw lines, as `make study` writes them")
     parser.add_argument("--output", type=Path, default=Path("build/study"), help="(default: build/study)")
     parser.add_argument("--only", nargs="+", default=[], metavar="SWEEP", help="names of sweeps")
+    parser.add_argument("--study", type=Path, default=SWEEPS, help="folder of sweep files (default: the study's own)")
     parser.add_argument("--against", type=Path, metavar="LINES", help="raw lines of another study to compare with")
     args = parser.parse_args()
     with refused_in_one_line():
-        show_lines(args.lines, args.output, only=args.only, against=args.against)
+        show_lines(args.lines, args.output, args.study, args.only, against=args.against)
 
 
 if __name__ == "__main__":
