@@ -11,7 +11,7 @@ from .constraint.corrections import correction_of
 from .constraint.forms import coefficient_of
 from .constraint.settings import Constraint, ConstraintSettings, read_correction, read_tolerance
 from .constraint.thresholds import lag_warning
-from .quantization.schemes import SCHEMES, require_scheme, require_served_scheme
+from .quantization.schemes import SERVED_SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
 from .settings.contradictions import CONTRADICTIONS, refuse, require_effect
 from .settings.distribution import require_division
@@ -196,7 +196,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     @property
     def exports_deployment(self) -> bool:
         """Whether `train` and `save_model` write the deployable checkpoint by themselves."""
-        return self.export_run and self.deployment_scheme in SCHEMES
+        return self.export_run and self.deployment_scheme in SERVED_SCHEMES
 
     @property
     def truncations(self) -> dict[str, Any]:

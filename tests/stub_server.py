@@ -70,6 +70,7 @@ class StubServer(ThreadingHTTPServer):
                         "quantization": None,
                         "revision": None,
                     },
+                    "cache_config": {"cache_dtype": "auto"},
                     "parallel_config": {"worker_extension_cls": CPU_EXTENSION},
                     "device_config": {"device": "cpu"},
                     "weight_transfer_config": {"backend": "nccl"},

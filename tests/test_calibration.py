@@ -316,3 +316,14 @@ def test_script_measures_a_running_fp8_server(script, tmp_path, fp8_server, caps
     split = server.diagnosis.split
     assert server.diagnosis.scheme == "fp8"
     assert split.unexplained.value < 0.2 * split.whole.value
+
+
+@pytest.mark.long
+@requires_vllm
+def test_an_fp8_kv_cache_is_a_cause_of_its_own_and_known_to_the_last_bit(script, tmp_path):
+    script("--engine", "fp8+fp8_kv", output=tmp_path / "out", prompts=16, train_dtype="mixed")
+    (server,) = saved(tmp_path / "out").engines
+    split = server.diagnosis.split
+    assert server.diagnosis.scheme == "fp8+fp8_kv"
+    assert split.shares["KV cache"].value > 0.2 * split.whole.value
+    assert split.unexplained.value < 0.05 * split.whole.value

@@ -87,7 +87,23 @@ def small_batch(vocabulary=262):
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+def test_keys_and_values_are_cut_to_the_nearest_number_of_e4m3_towards_zero():
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # 0 to 448, rising
+    values = (torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 40).bfloat16()
+    values = torch.cat(
+        [values, values / 2**12, numbers.bfloat16(), -numbers.bfloat16(), torch.tensor([1e4, -1e4]).bfloat16()]
+    )
+    expected = numbers[torch.searchsorted(numbers, values.float().abs(), right=True) - 1] * values.float().sign()
+    assert torch.equal(attention.in_fp8_cache(values).float(), expected)
+
+
+def test_an_attention_that_cannot_read_from_an_fp8_cache_is_refused():
+    eager = AutoModelForCausalLM.from_pretrained(TINY_MODEL, attn_implementation="eager")
+    with pytest.raises(ValueError, match=r"attn_implementation='eager'.*'sdpa'"):
+        DeployedForward(eager, "fp8+fp8_kv", replicas_attention=False)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "fp8+fp8_kv"])
 def test_nothing_is_left_of_the_replicas_mismatch(scheme):
     torch.manual_seed(0)
     policy = tiny()

@@ -39,6 +39,7 @@ def test_trls_stock_client_talks_to_it(fp8_server):
     ("changed", "words"),
     [
         ({"scheme": "int4"}, ["CompressedTensorsW8A8Fp8", "deployment_scheme='int4'", "--scheme int4"]),
+        ({"scheme": "fp8+fp8_kv"}, ["--kv-cache-dtype auto", "start it with --kv-cache-dtype fp8"]),
         ({"max_length": 300}, ["256 tokens", "--max-model-len 300"]),
         ({"vocabulary": 263}, ["vocabulary of 262", "263", "added tokens"]),
         ({"weight_sync": "nccl"}, ["weight_sync='checkpoint'", "--quantization fp8_per_channel"]),

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ..constraint.thresholds import NO_REMEDY_IN_STEP, PULLS_HARM_IN_STEP
 from ..quantization.deployed_forward import DeployedForward
 from ..quantization.policy import base_model, empty_copy
-from ..quantization.schemes import quantized_linears, resolve_scheme
+from ..quantization.schemes import quantized_linears, quantizes_cache, resolve_scheme
 from ..records.estimators import Estimate
 from .mismatch import Array, Ratio, ScoredTokens, ratio_estimate
 from .result import Diagnosis, EngineMismatch, Split
@@ -66,7 +66,13 @@ class Case(NamedTuple):
         With ``disturbed``, the layers add up in another order.
         """
         view = view_of(self.policy)
-        arguments = {"weights": "weights", "activations": "activations", "compute": "precision", "adapters": "adapter"}
+        arguments = {
+            "weights": "weights",
+            "activations": "activations",
+            "cache": "KV cache",
+            "compute": "precision",
+            "adapters": "adapter",
+        }
         switches = {name: cause in removed for name, cause in arguments.items()}
         deployed = DeployedForward(view, scheme, **switches)
         if disturbed:
@@ -75,11 +81,12 @@ class Case(NamedTuple):
             return train_logps(view, self.prompts, self.sample.rollouts, self.settings)
 
     def causes(self, scheme: str) -> list[str]:
-        """Return the causes that are there: weights, activations, arithmetic of another precision, adapters."""
+        """Return the causes that are there: weights, activations, cache, arithmetic of another precision, adapters."""
         quantization = resolve_scheme(scheme, empty_copy(self.policy))
         present = {
             "weights": quantization.weights is not None or base_model(self.policy).dtype != torch.bfloat16,
             "activations": quantization.input_activations is not None,
+            "KV cache": quantizes_cache(scheme),
             "precision": True,
             "adapter": isinstance(self.policy, PeftModel),
         }

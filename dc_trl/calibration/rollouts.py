@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..quantization.checkpoint import CheckpointWriter
+from ..quantization.schemes import quantizes_cache
 from ..quantization.tensors import policy_tensors
 from ..rollouts.replica import Replica, end_tokens
 from ..rollouts.sampling import EngineSpec
@@ -69,8 +70,10 @@ def sample_rollouts(
     precision, schemes = engine.scheme or "", [engine.scheme or ""]
     if engine.kind == "url":
         client = _connect(engine.name, policy.config, longest)
-        kinds, limit = layer_kinds(client.layers()), client.get_server_info()["model_config"]["max_model_len"]
-        precision, schemes = f"{', '.join(kinds) or 'not quantized'}, served as {client.model}", schemes_of(kinds)
+        kinds, info = layer_kinds(client.layers()), client.get_server_info()
+        limit, cache = info["model_config"]["max_model_len"], info["cache_config"]["cache_dtype"]
+        precision = f"{', '.join(kinds) or 'not quantized'}, KV cache {cache}, served as {client.model}"
+        schemes = schemes_of(kinds, cache)
         settings.report(f"{engine.name}: {precision}, taken for the weights of {policy.name_or_path}")
     if longest >= limit:
         raise ValueError(
@@ -87,6 +90,8 @@ def sample_rollouts(
         with temporary_folder("calibrate") as folder:
             checkpoint = folder / "checkpoint"
             CheckpointWriter(policy, precision, tokenizer).write(policy_tensors(policy), checkpoint)
+            if quantizes_cache(precision):
+                options = ["--kv-cache-dtype", "fp8", *options]
             with VLLMServer(checkpoint, max_model_len=longest + room, options=options, report=report) as server:
                 client = ServerClient(server.url, patience=_PATIENCE, report=report)
                 rollouts = _from_server(client, ends, prompts, room, settings)

@@ -17,7 +17,7 @@ from ..data.benchmarks import BENCHMARKS
 from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
 from ..evaluation.results import Evaluation, print_comparison, print_evaluations
-from ..quantization.schemes import SCHEMES
+from ..quantization.schemes import SERVED_SCHEMES
 from ..rollouts.sampling import ENGINE_HELP, Sampling
 from ..serving.errors import ServerError
 from ..settings.command_line import (
@@ -68,7 +68,7 @@ def make_parser() -> OptionParser:
     engine.add_argument(
         "--engine", nargs="+", help=f"{ENGINE_HELP}; default: bf16, or the checkpoint's own scheme if it is quantized"
     )
-    engine.add_argument("--scheme", choices=SCHEMES, help="of the running server that --engine names (default: bf16)")
+    engine.add_argument("--scheme", choices=SERVED_SCHEMES, help="of the running server of --engine (default: bf16)")
     engine.add_argument("--concurrency", type=int, default=512, help="requests in flight, or the replica's batch")
     add_serve_options(engine)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..quantization.schemes import SCHEMES
+from ..quantization.schemes import SERVED_SCHEMES
 from ..serving.errors import ServerError
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
@@ -23,7 +23,7 @@ from ..settings.command_line import OptionParser, add_model, leave_on_sigterm, r
 def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "serve")
     add_model(parser, "of the model that is trained")
-    parser.add_argument("--scheme", default="bf16", choices=SCHEMES, help="format that the server runs in")
+    parser.add_argument("--scheme", default="bf16", choices=SERVED_SCHEMES, help="format that the server runs in")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 chooses a free one")
     parser.add_argument("--max_model_len", type=int, help="largest number of tokens of a prompt and its completion")

@@ -1,4 +1,4 @@
-"""Attention for decoding on a CPU: grouped queries without copies of the keys and values.
+"""Attention for decoding on a CPU, grouped queries without copies of the keys and values, and the FP8 KV cache.
 
 A decoding step has one query per sequence. PyTorch's fused attention takes four times as long for it in bfloat16 on a
 CPU, and transformers' eager attention spends most of its time on repeating each key and value for every query head of
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .fake_quantize import straight_through
 
@@ -28,6 +29,7 @@ _CONVERTED = 2**22
 # Whether vLLM's attention uses AMX here, for heads of these widths (vllm/v1/attention/backends/cpu_attn.py).
 _HAS_TILES = bool(torch.cpu.get_capabilities().get("amx_tile"))
 _TILE_WIDTH = 32
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def grouped_attention(
@@ -87,3 +89,43 @@ def grouped_attention(
 
 AttentionInterface.register(NAME, grouped_attention)
 AttentionMaskInterface.register(NAME, AttentionMaskInterface()["eager"])
+
+
+def with_fp8_cache(name: str) -> str:
+    """Register attention that reads its keys and values from a KV cache in FP8; return the name of it.
+
+    Args:
+        name: the attention that it calls, by the name that transformers knows it by.
+
+    Raises:
+        ValueError: transformers has no function of this name, as for "eager".
+    """
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        raise ValueError(
+            f"attn_implementation={name!r} does not let its keys and values be rounded to a KV cache in FP8: load the "
+            "model with attn_implementation='sdpa', or set a deployment_scheme without '+fp8_kv'."
+        )
+    attend, cached = ALL_ATTENTION_FUNCTIONS[name], f"{name}_fp8_kv"
+
+    def attend_cached(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return attend(module, query, in_fp8_cache(key), in_fp8_cache(value), *args, **kwargs)
+
+    AttentionInterface.register(cached, attend_cached)
+    AttentionMaskInterface.register(cached, AttentionMaskInterface()[name])
+    return cached
+
+
+def in_fp8_cache(values: Tensor) -> Tensor:
+    """Return keys or values, of any shape, as a KV cache in FP8 (E4M3) with a scale of 1 gives them back.
+
+    On a CPU, vLLM cuts off the bits that E4M3 does not have, and on a GPU it rounds to the nearest number. Numbers
+    beyond 448 become 448. The gradient passes unchanged.
+    """
+    if values.device.type == "cpu":
+        _, exponent = torch.frexp(values.detach().float())
+        # A number keeps four bits, and the smallest step is 2⁻⁹.
+        step = torch.ldexp(torch.ones_like(values, dtype=torch.float32), exponent.clamp(min=-5) - 4)
+        rounded = (values.detach() / step).trunc() * step
+    else:
+        rounded = values.detach().clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    return straight_through(rounded.clamp(-_LARGEST, _LARGEST).to(values.dtype), values)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationStatus
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -27,7 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..files import locked_folder, replace_folder_link, write_text
 from .fake_quantize import compressed_weight
 from .policy import base_model, empty_copy
-from .schemes import quantized_weights, require_served_scheme, resolve_scheme
+from .schemes import quantized_weights, quantizes_cache, require_served_scheme, resolve_scheme
 from .tensors import policy_tensors
 
 
@@ -116,7 +116,7 @@ class CheckpointWriter:
         return size
 
     def _write_configuration(self, directory: Path) -> None:
-        if self._quantization.weights is not None:
+        if self._quantization.weights is not None or quantizes_cache(self.scheme):
             self._model.config.quantization_config = self._quantization_config()
         self._model.config.architectures = [type(self._model).__name__]
         self._model.config.save_pretrained(directory)
@@ -171,10 +171,13 @@ class CheckpointWriter:
             and f"{name}.weight" not in self._quantized
             and any(key == "weight" and tensor.ndim >= 2 for key, tensor in module.named_parameters(recurse=False))
         ]
+        quantized = self._quantization.weights is not None
+        cache = QuantizationArgs(type="float", strategy="tensor") if quantizes_cache(self.scheme) else None
         return QuantizationConfig(
-            config_groups={"group_0": self._quantization},
-            format=self._quantization.format.value,
+            config_groups={"group_0": self._quantization} if quantized else {},
+            format=self._quantization.format.value if quantized else "dense",
             quantization_status=QuantizationStatus.COMPRESSED,
+            kv_cache_scheme=cache,
             ignore=ignore,
         )
 

@@ -31,7 +31,7 @@ from .fake_quantize import (
 )
 from .policy import base_model, empty_copy, with_positions
 from .rounding import round_as_vllm
-from .schemes import fused_experts, quantized_linears, quantized_weights, resolve_scheme
+from .schemes import fused_experts, quantized_linears, quantized_weights, quantizes_cache, resolve_scheme
 from .tensors import require_merged_form
 
 
@@ -130,6 +130,7 @@ class DeployedForward(TrainerCallback):
             a CPU with the arithmetic of the replica's attention, whose memory grows with the square of the length.
         replicas_attention: whether to take the replica's attention on a CPU; without it, the policy keeps its own, as
             it must where that keeps the sequences of a row apart.
+        cache: whether to attend to keys and values of a KV cache in FP8, where the scheme has one.
         adapters: whether to compute with LoRA adapters merged; otherwise they compute beside their layers, as usual in
             training.
 
@@ -146,6 +147,7 @@ class DeployedForward(TrainerCallback):
         activations: bool = True,
         compute: bool = True,
         replicas_attention: bool = True,
+        cache: bool = True,
         adapters: bool = True,
     ):
         base, architecture = base_model(policy), empty_copy(policy)
@@ -179,9 +181,11 @@ class DeployedForward(TrainerCallback):
         if compute:
             round_as_vllm(base, lambda: self.enabled)
         self._base = base
-        attention_kinds = (base.config._attn_implementation, attention.NAME)
-        replaced = compute and replicas_attention and base.device.type == "cpu"
-        self._attention = attention_kinds if replaced else None
+        own = base.config._attn_implementation
+        deployed = attention.NAME if compute and replicas_attention and base.device.type == "cpu" else own
+        if cache and quantizes_cache(scheme):
+            deployed = attention.with_fp8_cache(deployed)
+        self._attention = (own, deployed) if deployed != own else None
         # "eager" does not call `_apply_gate`
         expert_kinds = (base.config._experts_implementation, "grouped_mm")
         self._experts = expert_kinds if self._quantizer is not None and fused_experts(architecture) else None

@@ -26,6 +26,10 @@ _PRESETS: dict[str, tuple[str, int | None]] = {
     "int4_g32": ("W4A16", 32),
 }
 SCHEMES = tuple(_PRESETS)
+# Behind a scheme's name: the KV cache is in FP8 (E4M3, with a scale of 1), as with --kv-cache-dtype fp8 of vLLM.
+FP8_CACHE = "+fp8_kv"
+# All names of schemes that engines serve.
+SERVED_SCHEMES = (*SCHEMES, *(f"{name}{FP8_CACHE}" for name in SCHEMES))
 # Name → bits of formats that no engine serves, for the in-process replica alone: symmetric weights in groups of 32.
 RESEARCH_BITS = {"int3": 3, "int2": 2}
 # Names of the linear layers in a block with experts that choose between the experts or weigh them.
@@ -34,21 +38,27 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 def require_scheme(name: str) -> None:
     """Raise ValueError unless ``name`` is a deployment scheme."""
-    if name not in _PRESETS and name not in RESEARCH_BITS:
+    if name not in SERVED_SCHEMES and name.removesuffix(FP8_CACHE) not in RESEARCH_BITS:
         raise ValueError(
             f"deployment_scheme={name!r} is unknown: choose one of {', '.join(map(repr, SCHEMES))}, or for the "
-            f"in-process replica alone {' or '.join(map(repr, RESEARCH_BITS))}."
+            f"in-process replica alone {' or '.join(map(repr, RESEARCH_BITS))}, with {FP8_CACHE!r} behind it for a KV "
+            "cache in FP8."
         )
 
 
 def require_served_scheme(name: str) -> None:
     """Raise ValueError unless ``name`` is a scheme of checkpoints that engines serve."""
     require_scheme(name)
-    if name in RESEARCH_BITS:
+    if name not in SERVED_SCHEMES:
         raise ValueError(
             f"deployment_scheme={name!r} is for the in-process replica alone, and no engine serves a checkpoint of "
             f"it: use one of {', '.join(map(repr, SCHEMES))}, or use_vllm=False and hub_deployment='none'."
         )
+
+
+def quantizes_cache(name: str) -> bool:
+    """Return whether the KV cache of a scheme is in FP8."""
+    return name.endswith(FP8_CACHE)
 
 
 def quantized_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -89,6 +99,7 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     """Return the compressed-tensors scheme called ``name``, for the Linear layers and experts of ``model``.
 
     It has the ``format`` of its checkpoints, if engines serve them; ``bf16`` has neither ``weights`` nor ``format``.
+    The format of the KV cache is not part of it; see `quantizes_cache`.
 
     Raises:
         ValueError: the name is unknown, the scheme's groups do not divide the width of a layer, or experts have an
@@ -99,6 +110,7 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     from compressed_tensors.quantization import preset_name_to_scheme
 
     require_scheme(name)
+    name = name.removesuffix(FP8_CACHE)
     preset, group_size = _PRESETS.get(name, ("W4A16", 32))
     scheme = preset_name_to_scheme(preset, targets=["Linear"])
     if scheme.weights is None:

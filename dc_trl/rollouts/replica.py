@@ -30,7 +30,7 @@ from ..quantization.fake_quantize import (
 )
 from ..quantization.policy import base_model, empty_copy, with_positions
 from ..quantization.rounding import round_as_vllm
-from ..quantization.schemes import fused_experts, quantized_linears, quantized_weights, resolve_scheme
+from ..quantization.schemes import fused_experts, quantized_linears, quantized_weights, quantizes_cache, resolve_scheme
 from ..quantization.tensors import policy_tensors
 from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import KeptLogProb
@@ -139,8 +139,12 @@ class Replica:
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
         self.model.tie_weights()
         self.model.to(device).eval()
-        if device.type == "cpu":
-            self.model.set_attn_implementation(attention.NAME)
+        own = self.model.config._attn_implementation
+        kind = attention.NAME if device.type == "cpu" else own
+        if quantizes_cache(scheme):
+            kind = attention.with_fp8_cache(kind)
+        if kind != own:
+            self.model.set_attn_implementation(kind)
         # The caller of `generate` gives the settings of sampling; the end tokens are the policy's.
         self.model.generation_config = GenerationConfig(eos_token_id=declared_end_tokens(base) or None)
         self._weight_args = quantization.weights

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..quantization.schemes import RESEARCH_BITS, SCHEMES
+from ..quantization.schemes import FP8_CACHE, RESEARCH_BITS, SCHEMES, SERVED_SCHEMES
 from ..serving.answers import require_rollout
 from ..serving.background import all_of, in_event_loop
 from ..serving.client import require_loaded
@@ -29,8 +29,8 @@ from .replica import Replica, end_tokens
 
 # Help text of options that take engines.
 ENGINE_HELP = (
-    f"one or more of: {', '.join(SCHEMES)} (starts a vLLM server), replica:SCHEME (in this process), "
-    "http://… (a running vLLM server)"
+    f"one or more of: {', '.join(SCHEMES)} (starts a vLLM server), each also with {FP8_CACHE}; "
+    "replica:SCHEME (in this process), http://… (a running vLLM server)"
 )
 
 
@@ -52,7 +52,7 @@ class EngineSpec(NamedTuple):
             return cls(word.rstrip("/"), "url", None)
         scheme = word.removeprefix("replica:")
         in_process = scheme != word
-        if scheme not in SCHEMES and not (in_process and scheme in RESEARCH_BITS):
+        if scheme not in SERVED_SCHEMES and not (in_process and scheme.removesuffix(FP8_CACHE) in RESEARCH_BITS):
             raise ValueError(
                 f"engine={word!r} is unknown: use a scheme ({', '.join(SCHEMES)}) for a vLLM server that is started, "
                 "replica:SCHEME for a replica in this process, or the URL of a running vLLM server."

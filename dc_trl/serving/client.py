@@ -13,7 +13,7 @@ from .answers import require_rollout
 from .background import pause
 from .connection import ONE_TRY, Connection, Patience, wait_until_one_is_up
 from .errors import ServerError, ServerUnavailableError
-from .fit import check_server, is_cpu
+from .fit import PLAIN_CACHES, check_server, is_cpu
 
 
 LOADING = "loading-"  # prefix of the version of weights that are not completely loaded
@@ -228,6 +228,8 @@ class ServerClient(RolloutClient):
         with self.connection.reading("/server_info"):
             info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
             check_server(info, layers, config=config, **needs)
+        if needs["scheme"] is None and (cache := info["cache_config"]["cache_dtype"]) not in PLAIN_CACHES:
+            self._report(f"vLLM at {self.base_url} has its KV cache in {cache}, which the mismatch contains")
         self.vocabulary = config.get_text_config().vocab_size
 
     def layers(self) -> str:

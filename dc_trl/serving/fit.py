@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from ..quantization.schemes import FP8_CACHE
 from .connection import is_local
 from .errors import ServerError
 
@@ -14,6 +15,9 @@ CPU_EXTENSION = "dc_trl.serving.cpu_reload.CPUReloadExtension"
 ROUTES_OPTION = "--enable-return-routed-experts"
 # Names in vLLM of the layers that hold a scheme's weights.
 _LAYERS = {"bf16": None, "fp8": "Fp8", "fp8_block": "Fp8", "int8": "Int8", "int4": "WNA16", "int4_g32": "WNA16"}
+
+# Values of --kv-cache-dtype whose numbers are known here. "auto" and "bfloat16" keep the model's.
+PLAIN_CACHES, _FP8_CACHES = ("auto", "bfloat16"), ("fp8", "fp8_e4m3")
 
 
 def check_server(
@@ -43,6 +47,7 @@ def check_server(
         ServerError: the server is refused; the message names the reason and the option of `vllm serve` to change.
     """
     model, kinds, text = info["model_config"], layer_kinds(layers), config.get_text_config()
+    cache, in_fp8 = info["cache_config"]["cache_dtype"], (scheme or "").endswith(FP8_CACHE)
     if model["logprobs_mode"] != "processed_logprobs":
         raise ServerError(
             f"the server runs with --logprobs-mode {model['logprobs_mode']}, whose log-probabilities ignore the "
@@ -84,7 +89,14 @@ def check_server(
             "checkpoint that weight_sync='checkpoint' writes: leave --quantization out and serve a checkpoint in the "
             "scheme (dc-trl serve --scheme), or set weight_sync='nccl'."
         )
-    if (scheme or "bf16") not in schemes_of(kinds) and (scheme is not None or weight_sync == "checkpoint"):
+    if scheme is not None and cache not in (_FP8_CACHES if in_fp8 else PLAIN_CACHES):
+        raise ServerError(
+            f"the server runs with --kv-cache-dtype {cache}, and training is for deployment_scheme={scheme!r}: start "
+            f"it with --kv-cache-dtype {'fp8' if in_fp8 else 'auto'}, or set deployment_scheme to the server's "
+            f"scheme, with {FP8_CACHE!r} behind it for a KV cache in FP8."
+        )
+    known = (scheme or "bf16").removesuffix(FP8_CACHE) in schemes_of(kinds)
+    if not known and (scheme is not None or weight_sync == "checkpoint"):
         raise ServerError(
             f"the server's layers are {', '.join(kinds) or 'not quantized'}, and training is for deployment_scheme="
             f"{scheme!r}: start it with dc-trl serve --scheme {scheme or 'bf16'}, or set deployment_scheme to the "
@@ -103,10 +115,10 @@ def layer_kinds(layers: str) -> list[str]:
     return sorted(set(re.findall(r"Linear\(quant=(\w+)", layers)))
 
 
-def schemes_of(kinds: list[str]) -> list[str]:
-    """Return the possible schemes of vLLM's linear layers from `layer_kinds`; vLLM does not show the block sizes."""
+def schemes_of(kinds: list[str], cache: str = "auto") -> list[str]:
+    """Return the possible schemes of a server from `layer_kinds` and --kv-cache-dtype; vLLM shows no block sizes."""
     return [
-        scheme
+        f"{scheme}{FP8_CACHE}" if cache in _FP8_CACHES else scheme
         for scheme, expected in _LAYERS.items()
         if (any(expected in kind for kind in kinds) if expected else not kinds)
     ]

@@ -18,6 +18,7 @@ import psutil
 
 from ..files import open_in_place
 from ..quantization.checkpoint import write_deployable
+from ..quantization.schemes import quantizes_cache
 from ..settings.pretrained import load_config
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
 from .connection import LOOPBACK, Connection
@@ -241,7 +242,7 @@ def serve(
 
     Args:
         model: Hub id or directory of the model; also the name that clients use.
-        scheme: one of `dc_trl.quantization.schemes.SCHEMES`.
+        scheme: one of `dc_trl.quantization.schemes.SERVED_SCHEMES`.
         revision: revision of the Hub model.
         report, options, **kwargs: see `VLLMServer`.
 
@@ -253,6 +254,8 @@ def serve(
         served = model if scheme == "bf16" else str(folder / "checkpoint")
         if scheme == "bf16":
             options = ["--revision", revision, *options]
+        elif quantizes_cache(scheme):  # said here too, because /server_info does not tell what a checkpoint asks for
+            options = ["--kv-cache-dtype", "fp8", *options]
         # All errors in the arguments are raised before the model is loaded.
         server = VLLMServer(served, name=model, report=report, options=options, **kwargs)
         load_config(model, "model", revision=revision)
