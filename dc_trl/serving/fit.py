@@ -14,6 +14,7 @@ CPU_EXTENSION = "dc_trl.serving.cpu_reload.CPUReloadExtension"
 ROUTES_OPTION = "--enable-return-routed-experts"
 # Names in vLLM of the layers that hold a scheme's weights.
 _LAYERS = {"bf16": None, "fp8": "Fp8", "fp8_block": "Fp8", "int8": "Int8", "int4": "WNA16", "int4_g32": "WNA16"}
+_LAYERS |= {"nvfp4": "W4A4Fp4", "nvfp4a16": "W4A4Fp4", "mxfp8": "Mxfp8"}
 
 
 def check_server(
