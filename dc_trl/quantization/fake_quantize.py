@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 
 # NVFP4 multiplies the scales of its blocks by a scale of the whole tensor before it rounds them to E4M3. Ours are
-# constants, since vLLM takes one scale for all layers that it fuses (q, k and v; gate and up), and since a scale of the
-# activations that was calibrated before training would grow stale. With powers of two, every number that is read back
-# is a bfloat16 number, so that all engines compute with the same factors. E4M3 keeps its precision for blocks whose
-# largest magnitude is from 0.0015 to 42 (weights), and from 0.19 to 5376 (activations).
+# constants: vLLM takes one scale for all layers that it fuses (q, k, v; gate, up), and a calibrated scale of the
+# activations would grow stale in training. With powers of two, every number that is read back is a bfloat16 number, so
+# that all engines compute with the same factors. E4M3 keeps its precision for blocks whose largest magnitude is from
+# 0.0015 to 42 (weights), and from 0.19 to 5376 (activations).
 WEIGHT_GLOBAL_SCALE, INPUT_GLOBAL_SCALE = 2.0**6, 2.0**-1
 
 
