@@ -25,6 +25,9 @@ logger = get_logger(__name__)
 HubDeployment = Literal["subfolder", "none"]
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
 
+# What the values of `train_through_quantization` mean.
+_THROUGH: dict[str, Any] = {"true": True, "all": True, "weights": "weights", "false": False}
+
 # vLLM's own bound on the tokens that it names (--max-logprobs), which TRL leaves as it is where it builds the engine.
 _COLOCATED_LOGPROBS = 20
 
@@ -73,10 +76,11 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         False,
         "In training, leave prompts whose completions all got the same reward out of loss and δ̄ (arXiv 2602.01826).",
     )
-    train_through_quantization: bool = setting(
+    train_through_quantization: str | None = setting(
         None,
-        "Let the policy's layers compute with weights and activations of deployment_scheme, as the engine does, and "
-        "gradients pass the rounding unchanged; see docs/aligned.md. If it is not set, recipe decides.",
+        'True or "all" lets the policy\'s layers compute with weights and activations of deployment_scheme, as the '
+        'engine does; "weights" with its weights alone (QUADS, arXiv 2607.15810); False with neither. Gradients pass '
+        "the rounding unchanged; see docs/aligned.md. If it is not set, recipe decides.",
     )
     score_centering: bool = setting(
         False,
@@ -163,6 +167,9 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
                 setattr(self, name, value)
         if open_correction and self.recipe == "trl":  # on by default there, unless something of ours takes its place
             self.vllm_importance_sampling_correction = self.use_vllm and self.compared_by is None
+        through = str(self.train_through_quantization).lower()  # a command line hands over text
+        require_choice("train_through_quantization", through, _THROUGH)
+        self.train_through_quantization = _THROUGH[through]
         self.rollout_correction = read_correction(self.rollout_correction)
         require_fields(self)
         self.fill_in_multiplier()

@@ -170,6 +170,7 @@ def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
         ValueError: names the setting, its value and the remedy.
     """
     scheme, needy, sharding = args.deployment_scheme, args.compared_by, sharding_of(args)
+    through = args.train_through_quantization
     has_replica = scheme is not None and not args.use_vllm
     if own_rollouts and (args.routing_replay or has_replica):
         setting = "routing_replay=True" if args.routing_replay else f"deployment_scheme={scheme!r} without use_vllm"
@@ -177,7 +178,7 @@ def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
     whole = sharding.kind is None or sharding.is_fsdp2
     for setting, applies, works in (
         (f"deployment_scheme={scheme!r} without use_vllm", has_replica, whole or not sharding.divides_parameters),
-        ("train_through_quantization=True", args.train_through_quantization, whole),
+        (f"train_through_quantization={through!r}", bool(through), whole),
         (f"{args.split_setting}", args.split_by is not None, whole),
         ("top_p, top_k or min_p", bool(args.truncations), sharding.kind != "DEEPSPEED" or sharding.level < 3),
         ("score_centering=True", args.score_centering, sharding.kind is None),

@@ -57,6 +57,12 @@ def largest_error(scheme: str, weight: torch.Tensor) -> torch.Tensor:
         peak = peak.expand(*peak.shape[:2], weight.shape[1] // peak.shape[1]).flatten(1)
         # Fifteen steps between -8 and 7 for ±peak; the scale is a bfloat16 number, off by up to 2^-8, eight times.
         return peak / 7.5 * (0.5 + 8 * 2**-8) + 1e-7
+    if scheme in ("nvfp4", "nvfp4a16", "mxfp8"):
+        width = 32 if scheme == "mxfp8" else 16
+        peak = size.unflatten(1, (-1, width)).amax(-1).repeat_interleave(width, 1)
+        # The numbers of E2M1 are up to 2 apart, of 6 for the peak, whose scale E4M3 rounds by up to a 16th. Those of
+        # MXFP8 are up to a 16th of the peak's power of two apart, and may be twice as far.
+        return peak / 6 * (1 + 6 / 16) * 1.01 if width == 16 else peak / 16
     if scheme == "fp8_block":
         blocks = size.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
         peak = blocks.amax((1, 3), keepdim=True).expand_as(blocks).reshape(weight.shape)
@@ -72,10 +78,12 @@ def largest_error(scheme: str, weight: torch.Tensor) -> torch.Tensor:
 def test_transformers_loads_every_scheme_within_the_error_of_its_format(tmp_path, scheme):
     model = make_model(256)
     write(model, scheme, tmp_path / "checkpoint")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
-    with torch.no_grad():
+    # compressed-tensors decompresses these formats to bfloat16.
+    dtype = torch.bfloat16 if scheme in ("nvfp4", "nvfp4a16", "mxfp8") else torch.float32
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=dtype)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiling the rounding to FP4 takes a minute
         loaded(torch.tensor([[5, 6, 7]]))  # decompresses on its first call
-    weights = dict(loaded.named_parameters())
+    weights = {name: weight.float() for name, weight in loaded.named_parameters()}
     for name, expected in model.named_parameters():
         error = (weights[name] - expected).abs()
         if name.endswith("proj.weight"):

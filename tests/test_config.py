@@ -90,6 +90,7 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
         ({"learning_rate": None}, ["learning_rate=None is invalid: use a finite number, at least 0."]),
         ({"dual_window": 2.5}, ["dual_window=2.5 is invalid: use a whole number, at least 1."]),
         ({"padding_free": "no"}, ["padding_free='no'", "use True or False"]),
+        ({"train_through_quantization": "activations"}, ["='activations' is unknown: choose", "'all', 'weights'"]),
         ({"loss_type": "ppo"}, ["loss_type='ppo' is unknown: choose one of 'grpo'"]),
         # What makes the difference of the engines another one than their mismatch.
         ({"generation_kwargs": {"top_k": None}}, ["top_k=None", "set top_k=0"]),
@@ -183,6 +184,9 @@ def test_fields_can_be_set_from_the_command_line(tmp_path):
 
     config = parse("--recipe both --deployment_scheme fp8 --train_through_quantization false")
     assert (config.constraint_form, config.train_through_quantization) == ("log_ratio", False)
+    for word, meaning in {"true": True, "all": True, "weights": "weights", "false": False}.items():
+        config = parse(f"--deployment_scheme fp8 --train_through_quantization {word}")
+        assert config.train_through_quantization == meaning
     config = parse("--constraint static --discrepancy_tolerance 1e-2 --lambda_init 0.3 --lambda_min 0.1")
     multiplier = LagrangeMultiplier.of(config)
     assert (multiplier.value, multiplier.tolerance, multiplier.minimum) == (0.3, 0.01, 0.1)

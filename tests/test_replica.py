@@ -2,10 +2,16 @@
 
 import copy
 import itertools
+from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -20,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from dc_trl.quantization import attention
 from dc_trl.quantization.fake_quantize import (
     ActivationQuantizer,
+    compressed_weight,
     fake_quantize_weight,
     round_to_float8,
 )
@@ -98,6 +105,113 @@ def test_activations_by_token_are_bit_for_bit_those_of_vllm(preset, largest, dty
     assert torch.equal(scale, expected.clamp(min=torch.finfo(torch.float32).tiny))
 
 
+# NVFP4 and MXFP8 from their specifications (OCP Microscaling Formats 1.0, tables 1 to 6; NVIDIA's NVFP4), in numpy.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E4M3 = np.array([(m + 8 * (e > 0)) / 8 * 2.0 ** (max(e, 1) - 7) for e in range(16) for m in range(8)][:-1], np.float32)
+
+
+def nearest(values, magnitudes):
+    """The nearest number of a format; of two equally near ones that with the even code; beyond the last the last."""
+    size = np.minimum(np.abs(values), magnitudes[-1]).astype(np.float64)
+    above = np.searchsorted(magnitudes, size)
+    low, high = magnitudes[np.maximum(above - 1, 0)].astype(np.float64), magnitudes[above].astype(np.float64)
+    up = (high - size < size - low) | ((high - size == size - low) & (above % 2 == 0))
+    return np.copysign(np.where(up, high, low), values).astype(np.float32)
+
+
+def nvfp4(values, global_scale, by_inverse):
+    """Round trip with a scale of the tensor; engines multiply activations by inverses where weights are divided."""
+    blocks = values.reshape(*values.shape[:-1], -1, 16)
+    peak = np.abs(blocks).max(-1, keepdims=True)
+    sixth = peak * (np.float32(1) / np.float32(6)) if by_inverse else peak / np.float32(6)
+    scale = nearest(sixth * np.float32(global_scale), E4M3) / np.float32(global_scale)
+    divisor = np.where(scale == 0, np.float32(1), scale)
+    scaled = blocks * (np.float32(1) / divisor) if by_inverse else blocks / divisor
+    return (nearest(scaled, E2M1) * scale).reshape(values.shape)
+
+
+def mxfp8(values):
+    """Round trip with the least power of two with which no number is beyond 448."""
+    blocks = values.reshape(*values.shape[:-1], -1, 32)
+    mantissa, exponent = np.frexp(np.abs(blocks).max(-1, keepdims=True))  # 448 is 0.875 × 2^9
+    scale = np.ldexp(np.float32(1), np.maximum(exponent - 9 + (mantissa > 0.875), -126))
+    return (nearest(blocks / scale, E4M3) * scale).reshape(values.shape)
+
+
+def of_width(columns):
+    """Tensors of four rows whose numbers bfloat16 holds, as activations are, of very different sizes."""
+    numbers = st.tuples(st.integers(-255, 255), st.integers(-12, 6)).map(lambda pair: pair[0] * 2.0 ** pair[1] / 16)
+    return arrays(np.float32, (4, columns), elements=numbers)
+
+
+@given(of_width(32))
+def test_nvfp4_by_its_specification(values):
+    scheme, value = resolve_scheme("nvfp4", make_model(128)), torch.tensor(values)
+    mine = fake_quantize_weight(value, scheme.weights)
+    np.testing.assert_array_equal(mine, nvfp4(values, 64, by_inverse=False))
+    mine = ActivationQuantizer(scheme.input_activations).fake_quantize(value.bfloat16())
+    np.testing.assert_array_equal(mine.float(), nvfp4(values, 0.5, by_inverse=True))
+
+
+@given(of_width(64))
+def test_mxfp8_by_its_specification(values):
+    scheme, value = resolve_scheme("mxfp8", make_model(128)), torch.tensor(values)
+    # For a largest magnitude of exactly 1.75 × 2^n, compressed-tensors takes a scale that is twice as large.
+    if (np.frexp(np.abs(values.reshape(-1, 32)).max(-1))[0] != 0.875).all():
+        np.testing.assert_array_equal(fake_quantize_weight(value, scheme.weights), mxfp8(values))
+    mine = ActivationQuantizer(scheme.input_activations).fake_quantize(value.bfloat16())
+    np.testing.assert_array_equal(mine.float(), mxfp8(values))
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4a16", "mxfp8"])
+@given(weight=of_width(64))
+def test_compressed_tensors_decompresses_what_the_replica_computes_with(scheme, weight):
+    resolved, weight = resolve_scheme(scheme, make_model(128)), torch.tensor(weight)
+    compressor = BaseCompressor.get_value_from_registry(resolved.format.value)
+    theirs = compressor.decompress(compressed_weight(weight, resolved), resolved)["weight"]
+    assert torch.equal(theirs.float(), fake_quantize_weight(weight, resolved.weights))
+    assert theirs.dtype == torch.bfloat16  # what the replica keeps it in, so nothing is rounded again
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM's own arithmetic is compared")
+def test_activations_in_blocks_are_bit_for_bit_those_of_vllm():
+    """With the arithmetic with which vLLM emulates its kernels, from the scales that the checkpoint holds."""
+    from vllm.model_executor.layers.quantization.utils import mxfp8_utils, nvfp4_emulation_utils
+
+    value = awkward_activations(torch.bfloat16).flatten(0, 1)
+    policy = make_model(128)
+    scheme = resolve_scheme("nvfp4", policy)
+    stored = compressed_weight(torch.randn(64, 256), scheme)
+    mine = ActivationQuantizer(scheme.input_activations).fake_quantize(value)
+    theirs = nvfp4_emulation_utils.ref_nvfp4_quant_dequant(value, stored["input_global_scale"], 16)
+    assert torch.equal(mine, theirs)
+    numbers, scale = mxfp8_utils._mxfp8_e4m3_quantize_torch(value)
+    theirs = mxfp8_utils.dequant_mxfp8_to_bf16(numbers, scale)
+    mine = ActivationQuantizer(resolve_scheme("mxfp8", policy).input_activations).fake_quantize(value)
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM's own arithmetic is compared")
+def test_stored_weights_in_blocks_are_read_by_vllm_as_the_replicas():
+    from vllm.model_executor.layers.quantization.utils import mxfp8_utils, nvfp4_emulation_utils
+
+    weight, policy = torch.randn(64, 256), make_model(128)
+    for name in ("nvfp4", "mxfp8"):
+        scheme = resolve_scheme(name, policy)
+        stored = compressed_weight(weight, scheme)
+        if name == "mxfp8":
+            theirs = mxfp8_utils.dequant_mxfp8_to_bf16(stored["weight"], stored["weight_scale"])
+        else:
+            theirs = nvfp4_emulation_utils.dequantize_to_dtype(
+                stored["weight_packed"],
+                stored["weight_scale"],
+                1 / stored["weight_global_scale"].max(),  # as CompressedTensorsW4A4Fp4 makes it
+                torch.bfloat16,
+                swizzle=False,
+            )
+        assert torch.equal(theirs.float(), fake_quantize_weight(weight, scheme.weights))
+
+
 def test_queries_and_keys_are_rounded_once():
     torch.manual_seed(0)
     query, key = torch.randn(2, 4, 9, 64).bfloat16(), torch.randn(2, 2, 9, 64).bfloat16()
@@ -157,7 +271,7 @@ def test_what_is_quantized_and_what_is_not(scheme):
     assert replica.model.lm_head.weight is replica.model.model.embed_tokens.weight
     assert len(layers) == (14 if scheme in ("fp8", "int8") else 0)
     hooked = {m for m in replica.model.modules() if isinstance(m, torch.nn.Linear) and m._forward_pre_hooks}
-    assert len(hooked - {replica.model.lm_head}) == (14 if scheme == "fp8_block" else 0)
+    assert len(hooked - {replica.model.lm_head}) == (14 if scheme in ("fp8_block", "nvfp4", "mxfp8") else 0)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8"])

@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from trl.generation.vllm_client import VLLMClient
 
 from dc_trl.serving.client import ServerClient
@@ -13,8 +15,9 @@ from dc_trl.serving.errors import ServerError
 from dc_trl.serving.fit import check_server
 from dc_trl.serving.server import VLLMServer
 
+from .gaps import PROMPTS, mean_gap
 from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer, program
-from .vllm_server import Serve, requires_vllm, serving, wait_until_gone
+from .vllm_server import Serve, complete, requires_vllm, serving, wait_until_gone
 
 
 pytestmark = requires_vllm
@@ -170,3 +173,14 @@ assert torch.allclose(before, a.float() @ b.float().t(), rtol=1e-6, atol=1e-6)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+def test_an_emulated_nvfp4_server_samples_with_the_probabilities_of_the_replica(tmp_path):
+    """vLLM loads, fuses and multiplies what the checkpoint holds, activations included, by its own code."""
+    extension = ("--worker-extension-cls", "tests.vllm_emulation.EmulatedExtension")
+    arguments = ("--scheme", "nvfp4", "--max_model_len", "256", "--", *extension)
+    with serving(tmp_path, *arguments, PYTHONPATH=str(ROOT)) as server:
+        served = complete(server.url(), PROMPTS, max_tokens=24, temperature=1.0, seed=0)
+    policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    assert mean_gap(served, policy, "nvfp4") <= 1e-6 < 1e-3 < mean_gap(served, policy, "nvfp4a16")

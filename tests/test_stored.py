@@ -27,11 +27,17 @@ def whole(weight: torch.Tensor, scheme) -> dict[str, torch.Tensor]:
     else:
         blocks = values.view(weight.shape[0], -1, args.group_size or weight.shape[1])
         low, high = blocks.amin(-1), blocks.amax(-1)
-    scale, zero_point = calculate_qparams(low, high, args)
+    state = {"weight": values}
+    if args.strategy == QuantizationStrategy.TENSOR_GROUP:
+        state["weight_global_scale"] = torch.tensor([64.0])
+        if scheme.input_activations is not None:
+            state["input_global_scale"] = torch.tensor([0.5])
+    scale, zero_point = calculate_qparams(low, high, args, state.get("weight_global_scale"))
     if args.strategy == QuantizationStrategy.GROUP:
         scale = scale.to(torch.bfloat16).float()
-    state = {"weight": values, "weight_scale": scale, "weight_zero_point": zero_point}
-    return BaseCompressor.get_value_from_registry(scheme.format.value).compress(state, scheme)
+    state |= {"weight_scale": scale, "weight_zero_point": zero_point}
+    with torch.compiler.set_stance("force_eager"):  # compiling the rounding to FP4 takes a minute
+        return BaseCompressor.get_value_from_registry(scheme.format.value).compress(state, scheme)
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,5 +1,6 @@
 """`train_through_quantization` in the real trainer: what is left of δ̄, and that training is otherwise as it was."""
 
+import itertools
 import json
 import subprocess
 
@@ -49,7 +50,7 @@ def assert_equal(ours, theirs):
         assert torch.equal(ours[name], tensor), name
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "fp8", "fp8_block", "int8", "int3"])
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "fp8_block", "int8", "int3", "nvfp4", "nvfp4a16", "mxfp8"])
 def test_nothing_is_left_of_the_replicas_mismatch(tmp_path, scheme):
     """The target of every scheme, over some optimizer steps; without the field it is a hundred times as much."""
     trainer = train(
@@ -65,6 +66,26 @@ def test_nothing_is_left_of_the_replicas_mismatch(tmp_path, scheme):
     )
     assert len(logged(trainer, "discrepancy/mean")) == 3
     assert sum(logged(trainer, "discrepancy/mean")) / 3 <= 1e-5
+
+
+def test_weights_alone_leave_the_part_of_the_activations(tmp_path):
+    """Here in MXFP8; where a scheme quantizes weights alone, it is the same as training through all of it."""
+    gaps = {}
+    for scheme, through in itertools.product(("mxfp8", "nvfp4a16"), (False, "weights", "all")):
+        trainer = train(
+            tmp_path / f"{scheme} {through}",
+            AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
+            reward=of_conversations,
+            train_dataset=arithmetic_dataset(32, 0, "train"),
+            deployment_scheme=scheme,
+            train_through_quantization=through,
+            per_device_train_batch_size=32,
+            max_completion_length=24,
+            max_steps=1,
+        )
+        (gaps[scheme, through],) = logged(trainer, "discrepancy/mean")
+    assert gaps["mxfp8", "all"] <= 1e-5 < 1e-4 < gaps["mxfp8", "weights"] < gaps["mxfp8", False]
+    assert gaps["nvfp4a16", "weights"] == gaps["nvfp4a16", "all"] <= 1e-5 < 1e-3 < gaps["nvfp4a16", False]
 
 
 def test_experts(tmp_path):

@@ -98,7 +98,7 @@ def _require_sum(adapter: BaseTunerLayer, name: str) -> None:
     if not sum_of_two or adapter.lora_variant or any(adapter.lora_bias.values()):
         raise ValueError(
             f"peft_config adapts {name!r} by {type(adapter).__module__}.{type(adapter).__name__}, whose merged weight "
-            "train_through_quantization=True cannot train through: use LoRA without variants (use_dora and the like) "
+            "train_through_quantization cannot train through: use LoRA without variants (use_dora and the like) "
             "and without lora_bias, or train_through_quantization=False."
         )
 

@@ -19,6 +19,14 @@ from compressed_tensors.quantization.utils import calculate_qparams, calculate_r
 from torch import Tensor, nn
 
 
+# NVFP4 multiplies the scales of its blocks by a scale of the whole tensor before it rounds them to E4M3. Ours are
+# constants: vLLM takes one scale for all layers that it fuses (q, k, v; gate, up), and a calibrated scale of the
+# activations would grow stale in training. With powers of two, every number that is read back is a bfloat16 number, so
+# that all engines compute with the same factors. E4M3 keeps its precision for blocks whose largest magnitude is from
+# 0.0015 to 42 (weights), and from 0.19 to 5376 (activations).
+WEIGHT_GLOBAL_SCALE, INPUT_GLOBAL_SCALE = 2.0**6, 2.0**-1
+
+
 @torch.no_grad()
 def weight_qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
     """Return scales and zero points of a weight, from its largest magnitudes, as compressed-tensors stores them.
@@ -29,13 +37,13 @@ def weight_qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tens
 
     Returns:
         Two tensors of shape (out_features, 1) by channel, (out_features, groups) by group, or (blocks of rows, blocks
-        of columns) by block. Scales are float32; those of weight-only formats are rounded to bfloat16 numbers, as
-        vLLM's kernels keep them.
+        of columns) by block. Scales are float32; those of groups are numbers of the type that engines keep them in:
+        bfloat16, powers of two (MXFP8), or E4M3, times `WEIGHT_GLOBAL_SCALE` (NVFP4).
     """
     weight = weight.float()
     if args.strategy == QuantizationStrategy.CHANNEL:
         blocks = weight.unsqueeze(1)
-    elif args.strategy == QuantizationStrategy.GROUP:
+    elif args.group_size is not None:
         blocks = weight.unflatten(-1, (-1, args.group_size))
     elif args.strategy == QuantizationStrategy.BLOCK:
         height, width = args.block_structure
@@ -43,10 +51,15 @@ def weight_qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tens
         blocks = padded.unflatten(-1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(-2)
     else:
         raise NotImplementedError(f"weights quantized by {args.strategy}")
-    scale, zero_point = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+    global_scale = weight.new_tensor(WEIGHT_GLOBAL_SCALE) if _is_nvfp4(args) else None
+    scale, zero_point = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, global_scale)
     if args.strategy == QuantizationStrategy.GROUP:
         scale = scale.to(torch.bfloat16).float()
     return scale, zero_point
+
+
+def _is_nvfp4(args: QuantizationArgs) -> bool:
+    return args.strategy == QuantizationStrategy.TENSOR_GROUP
 
 
 @torch.no_grad()
@@ -60,21 +73,28 @@ def fake_quantize_weight(weight: Tensor, args: QuantizationArgs) -> Tensor:
     # The experts' matrices are stacked into one. No block of rows extends from one expert into the next:
     # `resolve_scheme` ensures that blocks divide both dimensions, since each is the width of one of the matrices.
     rows = weight.float().flatten(0, -2)
+    if _is_nvfp4(args):
+        numbers, scale = weight_numbers(rows, args)
+        return numbers.unflatten(-1, (-1, args.group_size)).mul_(scale.unsqueeze(-1)).view(weight.shape)
     return fake_quantize(rows, *weight_qparams(rows, args), args).view(weight.shape)
 
 
 @torch.no_grad()
 def weight_numbers(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """Return the numbers of a weight that is quantized by output channel, and their scales.
+    """Return the numbers of a weight that is quantized by output channel or in NVFP4, and the scales to multiply with.
 
     Args:
         weight: shape (out_features, in_features), floating point.
-        args: quantization of weights by channel.
+        args: quantization of weights by channel, or that of NVFP4.
 
     Returns:
-        Two float32 tensors of shapes (out_features, in_features) and (out_features,).
+        Two float32 tensors: (out_features, in_features), and (out_features,) or in NVFP4 (out_features, groups).
     """
     scale, zero_point = weight_qparams(weight, args)
+    if _is_nvfp4(args):  # compressed-tensors would compile its rounding at the first call, which takes a minute
+        scale = scale / WEIGHT_GLOBAL_SCALE
+        groups = weight.float().unflatten(-1, (-1, args.group_size))
+        return round_to_float4(groups / scale.unsqueeze(-1)).flatten(-2), scale
     return quantize(weight.float(), scale, zero_point, args), scale.flatten()
 
 
@@ -87,6 +107,16 @@ def compressed_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, T
         scheme: quantization scheme with the ``format`` of its checkpoints.
     """
     scale, zero_point = weight_qparams(weight, scheme.weights)
+    if _is_nvfp4(scheme.weights):
+        numbers, _ = weight_numbers(weight, scheme.weights)
+        # 0, 0.5, 1, 1.5, 2, 3, 4 and 6 have the codes 0 to 7, and the sign is the fourth bit.
+        codes = weight.new_tensor([0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7], dtype=torch.uint8)
+        codes = codes[(2 * numbers.abs()).int()] | (weight < 0).to(torch.uint8) << 3
+        parts = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scale.to(torch.float8_e4m3fn)}
+        parts["weight_global_scale"] = scale.new_tensor([WEIGHT_GLOBAL_SCALE])
+        if scheme.input_activations is not None:
+            parts["input_global_scale"] = scale.new_tensor([INPUT_GLOBAL_SCALE])
+        return parts
     parameters = {"weight": weight.float(), "weight_scale": scale, "weight_zero_point": zero_point}
     return BaseCompressor.get_value_from_registry(scheme.format.value).compress(parameters, scheme)
 
@@ -129,10 +159,13 @@ class ActivationQuantizer:
     def __init__(self, args: QuantizationArgs):
         self.by_token = args.group_size is None
         self._group_size = args.group_size
-        self._is_float8 = args.type == QuantizationType.FLOAT
+        self._scale_dtype = args.scale_dtype
+        is_float = args.type == QuantizationType.FLOAT
+        self._is_nvfp4 = _is_nvfp4(args)
+        self._round = (round_to_float4 if self._is_nvfp4 else round_to_float8) if is_float else Tensor.round_
         self._largest = calculate_range(args, "cpu")[1].item()
         # The least scale of an FP8 token is that of vLLM. Elsewhere zeros only have to stay zeros.
-        smallest = self._is_float8 and self.by_token
+        smallest = is_float and self.by_token
         self._least_scale = 1 / (self._largest * 512) if smallest else torch.finfo(torch.float32).tiny
         # Layers that read the same tensor (q, k and v; gate and up) follow one another, and quantize it once.
         self._last: tuple[Any, Any, Any] = (lambda: None, None, None)  # reference to it, function and result
@@ -180,9 +213,18 @@ class ActivationQuantizer:
         value = activations.float()  # for scales in float32, as in the engines' kernels
         if self._group_size is not None:
             value = value.unflatten(-1, (-1, self._group_size))
-        scale = (value.abs().amax(-1, keepdim=True) / self._largest).clamp_(min=self._least_scale)
-        scaled = value * scale.reciprocal() if self.by_token else value / scale
-        return (round_to_float8(scaled) if self._is_float8 else scaled.round_()), scale
+        scale = self._scale(value.abs().amax(-1, keepdim=True))
+        scaled = value * scale.reciprocal() if self.by_token or self._is_nvfp4 else value / scale
+        return self._round(scaled), scale
+
+    def _scale(self, largest: Tensor) -> Tensor:
+        if self._is_nvfp4:  # with the multiplications of vLLM's kernels; blocks whose scale rounds to 0 become zeros
+            scale = round_to_float8((largest * (1 / self._largest) * INPUT_GLOBAL_SCALE).clamp_(max=448.0))
+            return scale.masked_fill_(scale == 0, 1.0).div_(INPUT_GLOBAL_SCALE)
+        scale = (largest / self._largest).clamp_(min=self._least_scale)
+        if self._scale_dtype == torch.uint8:  # the next power of two (MXFP8), with which no number saturates
+            scale = scale.view(torch.int32).add_(0x7FFFFF).bitwise_and_(0x7F800000).view(torch.float32)
+        return scale
 
 
 class _QuantizedProduct(torch.autograd.Function):
@@ -248,11 +290,22 @@ def quantize_gated(experts: Any, quantizer: ActivationQuantizer, active: Callabl
 
 
 def round_to_float8(values: Tensor) -> Tensor:
-    """Round float32 values within ±448 to E4M3 numbers, ties to even, in place, much faster than PyTorch's casts.
+    """Round float32 values within ±448 to E4M3 numbers, ties to even, in place, much faster than PyTorch's casts."""
+    return _round_to_float(values, bits=3, least=2.0**-6)
 
-    E4M3 keeps three bits after the leading one, so next to ``v`` its numbers are 2^(e-3) apart, where 2^e is the power
-    of two below |v| and e ≥ -6. After 1.5 × 2^23 times that distance is added, float32 has no bit below it;
-    subtracting it again is exact.
+
+def round_to_float4(values: Tensor) -> Tensor:
+    """Round float32 values to E2M1 numbers (0, 0.5, 1, 1.5, 2, 3, 4, 6), ties to even, in place; larger ones to ±6."""
+    return _round_to_float(values.clamp_(-6.0, 6.0), bits=1, least=1.0)
+
+
+def _round_to_float(values: Tensor, bits: int, least: float) -> Tensor:
+    """Round float32 values to floating-point numbers with fewer bits, ties to even, in place.
+
+    The format keeps ``bits`` bits after the leading one, so next to ``v`` its numbers are 2^(e - bits) apart, where
+    2^e is the power of two below |v|, at ``least`` the format's smallest normal number. After 1.5 × 2^23 times that
+    distance is added, float32 has no bit below it; subtracting it again is exact.
     """
-    power = values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=2.0**-6)
-    return values.add_(power, alpha=1.5 * 2.0**20).sub_(power, alpha=1.5 * 2.0**20)
+    power = values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(min=least)
+    shift = 1.5 * 2.0 ** (23 - bits)
+    return values.add_(power, alpha=shift).sub_(power, alpha=shift)

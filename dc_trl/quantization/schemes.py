@@ -24,6 +24,9 @@ _PRESETS: dict[str, tuple[str, int | None]] = {
     "int8": ("W8A8", None),  # W8A8: a scale per output channel, activations per token, dynamic
     "int4": ("W4A16", None),  # W4A16: symmetric, groups of 128, or of 32 where a width is no multiple of 128
     "int4_g32": ("W4A16", 32),
+    "nvfp4": ("NVFP4", None),  # E2M1 W4A4: an E4M3 scale per 16 channels, which for activations is dynamic
+    "nvfp4a16": ("NVFP4A16", None),
+    "mxfp8": ("MXFP8", None),  # E4M3 W8A8: a power of two as scale per 32 channels, which for activations is dynamic
 }
 SCHEMES = tuple(_PRESETS)
 # Behind a scheme's name: the KV cache is in FP8 (E4M3, with a scale of 1), as with --kv-cache-dtype fp8 of vLLM.

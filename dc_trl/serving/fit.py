@@ -15,6 +15,7 @@ CPU_EXTENSION = "dc_trl.serving.cpu_reload.CPUReloadExtension"
 ROUTES_OPTION = "--enable-return-routed-experts"
 # Names in vLLM of the layers that hold a scheme's weights.
 _LAYERS = {"bf16": None, "fp8": "Fp8", "fp8_block": "Fp8", "int8": "Int8", "int4": "WNA16", "int4_g32": "WNA16"}
+_LAYERS |= {"nvfp4": "W4A4Fp4", "nvfp4a16": "W4A4Fp4", "mxfp8": "Mxfp8"}
 
 # Values of --kv-cache-dtype whose numbers are known here. "auto" and "bfloat16" keep the model's.
 PLAIN_CACHES, _FP8_CACHES = ("auto", "bfloat16"), ("fp8", "fp8_e4m3")

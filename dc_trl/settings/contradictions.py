@@ -136,6 +136,11 @@ CONTRADICTIONS = (
     ),
     Rule("discrepancy_split constraint_target rollout_correction_target", {"deployment_scheme": [None]}, _SCHEME),
     Rule(
+        "discrepancy_split constraint_target rollout_correction_target",
+        {"train_through_quantization": ["weights"]},
+        "the split needs the whole deployed forward; set train_through_quantization to 'all' or False",
+    ),
+    Rule(
         "recipe",
         {"deployment_scheme": [None]},
         _SCHEME,

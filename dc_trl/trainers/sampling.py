@@ -104,7 +104,8 @@ class SamplingTrainer(HookedTrainer):
         self.logps_among_kept: Tensor | None = None
         self.sampler = self._build_sampler(use_vllm)
         if args.train_through_quantization and args.deployment_scheme is not None:
-            self.deployed_forward = self.build_deployed_forward(args.deployment_scheme)
+            activations = args.train_through_quantization != "weights"
+            self.deployed_forward = self.build_deployed_forward(args.deployment_scheme, activations)
             self.deployed_forward.enabled = True
         if args.routing_replay:
             from .replay import Replay
@@ -148,14 +149,14 @@ class SamplingTrainer(HookedTrainer):
             self.replica = build_replica(self, self.args.deployment_scheme)
         return Sampler(self, self.replica)
 
-    def build_deployed_forward(self, scheme: str) -> DeployedForward:
-        """Return the policy's deployed forward, inactive, which follows the optimizer's steps."""
+    def build_deployed_forward(self, scheme: str, activations: bool = True) -> DeployedForward:
+        """Return the policy's deployed forward, inactive, which follows the optimizer's steps; see its arguments."""
         from ..quantization.deployed_forward import DeployedForward
 
         if self.accelerator.distributed_type == DistributedType.FSDP:
             # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        forward = DeployedForward(self.model, scheme)
+        forward = DeployedForward(self.model, scheme, activations=activations)
         self.add_callback(forward)
         return forward
 
