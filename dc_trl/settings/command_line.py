@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from .paths import shipped
@@ -15,6 +16,10 @@ from .paths import shipped
 
 # Signals that ask a program to end: a job system's, a closed terminal's, and SLURM's warning that its time is up.
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+# What stands for the value of an option in a help, by what reads the value; "TEXT" for all else.
+METAVARS: dict[Any, str] = {int: "INT", float: "FLOAT", Path: "PATH", json.loads: "JSON"}
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -30,6 +35,13 @@ class OptionParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+
+    def format_help(self) -> str:
+        """Return the help, in which the value of an option is INT or the like; argparse would repeat its name."""
+        for action in self._actions:
+            if action.option_strings and action.nargs != 0 and action.metavar is None and not action.choices:
+                action.metavar = METAVARS.get(action.type, "TEXT")
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """End the program with exit code 2; argparse would print the usage first."""

@@ -8,17 +8,24 @@ from transformers import HfArgumentParser
 
 from ..files import read_yaml
 from .command_line import unknown_field
+from .field_help import FieldHelp, Groups
 from .fields import kinds_of
 from .paths import config_file
 
 
 class ConfigurationParser(HfArgumentParser):
-    """The parser of transformers, which fills dataclasses, from YAML too; it refuses with a `ValueError`."""
+    """The parser of transformers, which fills dataclasses, from YAML too; it refuses with a `ValueError`.
 
-    def __init__(self, dataclass_types: Iterable[type]) -> None:
+    Args:
+        dataclass_types: whose fields may be set.
+        groups: fields that the help shows, by the title of their group.
+    """
+
+    def __init__(self, dataclass_types: Iterable[type], groups: Groups) -> None:
         usage = "dc-trl train --config NAME_OR_FILE [--field value ...]"
-        super().__init__(dataclass_types, usage=usage, allow_abbrev=False)
+        super().__init__(dataclass_types, usage=usage, allow_abbrev=False, add_help=False)
         self.add_argument("--config", help="YAML file of the fields below, which override it, or the name of one")
+        self.add_argument("-h", "--help", action=FieldHelp, groups=groups)
 
     def error(self, message: str) -> None:
         """Raise a `ValueError`; argparse would print the usage of 300 fields and end the program."""

@@ -22,7 +22,8 @@ from ..trainer import DCGRPOTrainer
 from ..trainers.engines import require_servers
 from ..trainers.history import HistoryCallback
 from .adapter import AdapterArguments, adapter_of, load_adapted
-from .arguments import RunArguments, add_callbacks, require_servable, start_server
+from .arguments import RunArguments, require_servable
+from .companions import add_callbacks, start_server
 from .output import open_output
 from .problems import load_data
 
