@@ -52,7 +52,7 @@ def test_the_help_of_training_is_short_and_has_our_fields(capsys, monkeypatch):
 def test_all_fields_can_be_listed_and_one_can_be_read_in_full(capsys):
     shown = help_of(capsys, "train", "--help", "all")
     types = dict(OPTIONS.findall(shown))
-    assert set(types) == {*FIELDS, "config"}
+    assert set(types) == {*FIELDS, "config", "help"}
     assert (types["max_steps"], types["learning_rate"], types["use_vllm"]) == ("INT", "FLOAT", "BOOL")
     meaning = FIELDS["dual"].__dataclass_fields__["dual"].metadata["help"]
     one = " ".join(help_of(capsys, "train", "-h", "dual").split())
