@@ -51,7 +51,4 @@ def train(
         return run(trainer, alarm, arguments.data, signals, stack)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    outcome = train(words)
-    if outcome is not None:
-        sys.exit(outcome)
+main = train

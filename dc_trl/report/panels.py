@@ -16,16 +16,12 @@ _MARK: dict[str, Any] = {"color": ACCENT, "linestyle": "--", "linewidth": 1.2}  
 _OUTCOME, _CONSTRAINT, _GAP, _COURSE = "Reward and accuracy", "Constraint", "Mismatch of the engines", "Training"
 
 
-def _draw_any(axes: Axes, run: Run, metric: str) -> None:
-    draw_curve(axes, *run.series(metric))
-
-
 def _draw_from_zero(axes: Axes, run: Run, metric: str) -> None:
     draw_curve(axes, *run.series(metric))
     axes.set_ylim(bottom=0)
 
 
-def _draw_reward(axes: Axes, run: Run, metric: str) -> None:
+def _draw_any(axes: Axes, run: Run, metric: str) -> None:
     draw_curve(axes, *run.series(metric), name=f"mean of\n{WINDOW} logs")
 
 
@@ -41,16 +37,20 @@ def _draw_discrepancy(axes: Axes, run: Run, metric: str) -> None:
     if tolerance.steps and metric == constrained:  # an automatic tolerance is known after the first batches only
         axes.step(*tolerance, where="post", **_MARK)
         label_end(axes, tolerance.values[-1], f"ε {tolerance.values[-1]:.4g}", ACCENT)
-        level = tolerance.values
-        top = [max(shown.get(step, least), least) for step, least in zip(*tolerance, strict=True)]
-        axes.fill_between(tolerance.steps, level, top, color=ACCENT, alpha=0.2, linewidth=0)
+        if _moves(run):
+            top = [max(shown.get(step, level), level) for step, level in zip(*tolerance, strict=True)]
+            axes.fill_between(tolerance.steps, tolerance.values, top, color=ACCENT, alpha=0.2, linewidth=0)
     axes.set_ylim(bottom=0)  # last, since it fixes the top, which may be that of ε
+
+
+def _moves(run: Run) -> bool:
+    return len({*run.series("lagrangian/lambda").values}) > 1
 
 
 def _draw_multiplier(axes: Axes, run: Run, metric: str) -> None:
     _draw_steps(axes, run, metric)
     _, violations = run.series("lagrangian/violation")
-    if violations and len({*run.series(metric).values}) > 1:  # a fixed λ does neither
+    if violations and _moves(run):
         _note(axes, f"grows while δ̄ > ε ({sum(v > 0 for v in violations)} of {len(violations)} logs), else falls")
 
 
@@ -107,7 +107,7 @@ class Panel(NamedTuple):
         return f"{self.label} over optimizer steps: {ends}."
 
 
-_REWARD = Panel(_OUTCOME, "mean reward", "Mean reward of the rollouts.", "reward", _draw_reward)
+_REWARD = Panel(_OUTCOME, "mean reward", "Mean reward of the rollouts.", "reward", _draw_any)
 _GREEDY = Panel(
     _OUTCOME,
     "held-out problems, greedy",

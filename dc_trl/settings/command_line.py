@@ -22,6 +22,11 @@ ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 METAVARS: dict[Any, str] = {int: "INT", float: "FLOAT", Path: "PATH", json.loads: "JSON"}
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:  # argparse's is the option's name
+        return METAVARS.get(action.type, "TEXT")
+
+
 class OptionParser(argparse.ArgumentParser):
     """argparse's parser, of a sub-command or a script, with refusals of one line: `error: `, the option, its value.
 
@@ -32,16 +37,9 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(
             prog=f"dc-trl {name}" if name else None,
             description=description or "",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
             allow_abbrev=False,
         )
-
-    def format_help(self) -> str:
-        """Return the help, in which the value of an option is INT or the like; argparse would repeat its name."""
-        for action in self._actions:
-            if action.option_strings and action.nargs != 0 and action.metavar is None and not action.choices:
-                action.metavar = METAVARS.get(action.type, "TEXT")
-        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """End the program with exit code 2; argparse would print the usage first."""

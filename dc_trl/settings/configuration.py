@@ -40,12 +40,10 @@ class ConfigurationParser(HfArgumentParser):
     def help_on(self, word: str) -> str:
         """Return the help: for "" the groups of fields, for "all" every field in full, otherwise the field named."""
         actions = {action.dest: action for action in reversed(self._actions)}  # --no_NAME comes after --NAME
-        if word and word != "all":
-            if word not in actions:
-                raise ValueError(unknown_field(word, actions))
-            return _described(actions[word], in_full=True)
+        if word not in ("", "all", *actions):
+            raise ValueError(unknown_field(word, actions))
         if word:
-            return "\n".join(_described(action, in_full=True) for action in actions.values())
+            return "\n".join(_described(actions[name], True) for name in (actions if word == "all" else [word]))
         lines = [f"usage: {self.usage}", _described(actions["config"])]
         for title, names in self._groups.items():
             lines += ["", f"{title}:", *(_described(actions[name]) for name in names)]

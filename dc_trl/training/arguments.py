@@ -1,6 +1,6 @@
 """All settings of a training run, and the groups in which its help shows them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -82,43 +82,33 @@ class RunArguments(NamedTuple):
 
 ARGUMENTS: tuple[type, ...] = tuple(RunArguments.__annotations__.values())
 
-# What `dc-trl train --help` shows: all fields of our own, and those of TRL and transformers that nearly every run
-# sets. A dataclass stands for those of its own fields that no group names.
-HELP_GROUPS: Mapping[str, tuple[str, type | None]] = {
-    "the model": (
-        "model_name_or_path dtype attn_implementation trust_remote_code use_peft lora_r lora_alpha "
-        "lora_target_modules",
-        AdapterArguments,
-    ),
-    "the data": ("dataset_name rewards", DataArguments),
-    "the method": ("recipe beta num_iterations", DCGRPOConfig),
-    "the sampler": (
-        "deployment_scheme num_generations max_completion_length temperature top_p use_vllm vllm_mode "
-        "vllm_server_base_url vllm_server_base_urls vllm_gpu_memory_utilization vllm_max_model_length weight_sync "
-        "weight_sync_dir weight_sync_steps rollout_overlap vllm_request_timeout vllm_max_retries routing_replay",
-        ServerArguments,
-    ),
-    "the training": (
-        "learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm max_steps num_train_epochs "
-        "per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing bf16 use_cpu seed "
-        "length_aware_batches max_tokens_per_micro_batch padding_free",
-        WatchArguments,
-    ),
-    "the output": (
-        "output_dir resume_from_checkpoint save_strategy save_steps save_total_limit logging_steps report_to "
-        "eval_strategy eval_steps per_device_eval_batch_size export_run push_to_hub hub_model_id hub_deployment "
-        "hub_base_model_id",
-        None,
-    ),
+# What `dc-trl train --help` shows: our own fields, and those of TRL and transformers that nearly every run sets. The
+# name of a dataclass stands for those of its own fields that are not named here.
+HELP_GROUPS = {
+    "the model": "model_name_or_path dtype attn_implementation trust_remote_code use_peft lora_r lora_alpha "
+    "lora_target_modules AdapterArguments",
+    "the data": "dataset_name rewards DataArguments",
+    "the method": "recipe beta num_iterations DCGRPOConfig",
+    "the sampler": "deployment_scheme num_generations max_completion_length temperature top_p use_vllm vllm_mode "
+    "vllm_server_base_url vllm_server_base_urls vllm_gpu_memory_utilization vllm_max_model_length weight_sync "
+    "weight_sync_dir weight_sync_steps rollout_overlap vllm_request_timeout vllm_max_retries routing_replay "
+    "ServerArguments",
+    "the training": "learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm max_steps "
+    "num_train_epochs per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing bf16 use_cpu "
+    "seed length_aware_batches max_tokens_per_micro_batch padding_free WatchArguments",
+    "the output": "output_dir resume_from_checkpoint save_strategy save_steps save_total_limit logging_steps "
+    "report_to eval_strategy eval_steps per_device_eval_batch_size export_run push_to_hub hub_model_id "
+    "hub_deployment hub_base_model_id",
 }
 
 
 def make_parser() -> ConfigurationParser:
     """Return the parser of all arguments, with the groups of its help."""
-    named = {name for names, _ in HELP_GROUPS.values() for name in names.split()}
+    named = {word for words in HELP_GROUPS.values() for word in words.split()}
+    own = {of.__name__: [name for name in own_fields(of) if name not in named] for of in ARGUMENTS}
     groups = {
-        title: [*names.split(), *(name for name in own_fields(of) if name not in named)] if of else names.split()
-        for title, (names, of) in HELP_GROUPS.items()
+        title: [name for word in words.split() for name in own.get(word, [word])]
+        for title, words in HELP_GROUPS.items()
     }
     return ConfigurationParser(ARGUMENTS, groups)
 
