@@ -16,20 +16,13 @@ from sphinx.util.docutils import SphinxDirective
 
 from dc_trl import DCGRPOConfig
 from dc_trl.settings.contradictions import NO_EFFECT
-from dc_trl.settings.fields import choices_of, declared_default, ranges_of
+from dc_trl.settings.fields import choices_of, declared_default, own_fields, ranges_of
 
 
 # So that the machine that builds the page has no part in the errors.
 MACHINE = {"output_dir": "runs/example", "use_cpu": True, "bf16": False, "report_to": "none"}
 # What the text of a help shows as code: values in quotes, names of fields, files.
 _CODE = re.compile(r'"[^" ]+"|--[\w-]+|\b[a-z_]+/[\w./-]*\w|\b[a-z]\w*[_.]\w+(?:[._]\w+)*(?:=["\w]*["\w])?', re.ASCII)
-
-
-def own_fields(settings: type) -> list[Any]:
-    """Return the fields that this package declares, those of TRL with another default included."""
-    ours = [each for each in settings.__mro__ if each.__module__.startswith("dc_trl")]
-    declared = {name for each in ours for name in vars(each).get("__annotations__", {})}
-    return [field for field in fields(settings) if field.name in declared]
 
 
 def error_of(line: str) -> ValueError:
@@ -75,7 +68,8 @@ class Settings(SphinxDirective):
         settings = getattr(import_module(module), name)
         ranges, choices = ranges_of(settings), choices_of(settings)
         rows = []
-        for field in own_fields(settings):
+        own = own_fields(settings)
+        for field in (field for field in fields(settings) if field.name in own):
             default = declared_default(field)
             meaning = _prose(field.metadata["help"])
             if field.name in ranges:

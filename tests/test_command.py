@@ -16,21 +16,54 @@ import yaml
 from dc_trl import __version__
 from dc_trl.command import COMMANDS, main
 from dc_trl.evaluation.results import Evaluation
+from dc_trl.settings.fields import own_fields
 from dc_trl.settings.paths import config_file, shipped
 from dc_trl.training.arguments import ARGUMENTS, RunArguments
 
 from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES
 
 
-def test_the_help_of_training_has_each_field_once(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    shown = capsys.readouterr().out
+OPTIONS = re.compile(r"^  --(\w+)(?: ([A-Z]+))? ", re.MULTILINE)
+FIELDS = {field.name: config for config in ARGUMENTS for field in fields(config) if field.init}
+
+
+def help_of(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_help_of_training_is_short_and_has_our_fields(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = help_of(capsys, "train", "--help")
     assert shown.startswith("usage: dc-trl train --config NAME_OR_FILE")
-    options = re.findall(r"^  --([\w]+)", shown, re.MULTILINE)
-    names = [field.name for config in ARGUMENTS for field in fields(config) if field.init]
-    assert set(names) <= set(options)
-    assert len(options) == len(set(options))
+    lines = shown.splitlines()
+    assert len(lines) <= 200
+    assert max(map(len, lines)) <= 80 + len("\u0304\u0304\u0304")  # the macron of δ̄ takes no column
+    names = [name for name, _ in OPTIONS.findall(shown)]
+    assert len(names) == len(set(names))
+    ours = {name for config in ARGUMENTS for name in own_fields(config)}
+    assert len(ours) > 60
+    assert ours | {"learning_rate", "output_dir", "use_vllm", "lora_r", "push_to_hub"} <= {*names}
+    assert "--help all" in lines[-1]
+
+
+def test_all_fields_can_be_listed_and_one_can_be_read_in_full(capsys):
+    shown = help_of(capsys, "train", "--help", "all")
+    types = dict(OPTIONS.findall(shown))
+    assert set(types) == {*FIELDS, "config", "help"}
+    assert (types["max_steps"], types["learning_rate"], types["use_vllm"]) == ("INT", "FLOAT", "BOOL")
+    meaning = FIELDS["dual"].__dataclass_fields__["dual"].metadata["help"]
+    one = " ".join(help_of(capsys, "train", "-h", "dual").split())
+    assert meaning in one
+    assert meaning in " ".join(shown.split())
+    assert "{paper, auto, pid} [paper]" in one
+
+
+def test_an_integer_is_shown_as_int(capsys):
+    for name, option in (("calibrate", "prompts"), ("evaluate", "samples"), ("plan", "gpus"), ("serve", "port")):
+        assert f"--{option} INT " in help_of(capsys, name, "--help")
 
 
 def test_every_command_has_help(capsys):
@@ -62,6 +95,7 @@ def test_an_unknown_command_gets_the_nearest_name(word, name, capsys):
     [
         ("xyz", "'xyz' is no command: use one of train, serve"),
         ("train --lamda_init 0.5", "--lamda_init is no field of the configuration: did you mean --lambda_init?"),
+        ("train --help lamda_init", "lamda_init is no field of the configuration: did you mean lambda_init?"),
         ("train --max_step 3", "did you mean --max_steps?"),  # would be an abbreviation
         ("train --max_steps many", "invalid int value: 'many'"),
         ("train --config quikstart", "config='quikstart' is no file: give the path of a YAML file"),

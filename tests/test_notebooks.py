@@ -29,6 +29,7 @@ SMALLER = {
         ("logging_steps=10", "logging_steps=1"),
     ],
     "geometry": [],
+    "own_data": [("HELD_OUT = 256", "HELD_OUT = 16"), ("max_steps=48", "max_steps=2")],
     "quickstart": [
         ("16 * 60", "16 * 2"),
         ("arithmetic_dataset(512", "arithmetic_dataset(32"),

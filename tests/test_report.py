@@ -10,7 +10,7 @@ from peft import LoraConfig
 
 from dc_trl import HistoryCallback
 from dc_trl.command import report as report_command
-from dc_trl.records.runs import read_history, read_run
+from dc_trl.records.runs import Run, read_history, read_run
 from dc_trl.records.settings import changed_settings
 from dc_trl.report import write_report
 from dc_trl.report.panels import panels_of, plot_run
@@ -183,8 +183,34 @@ def test_the_parts_of_the_discrepancy_have_panels_and_the_tolerance_is_where_it_
     panels = {panel.metric: panel for panel in panels_of(run)}
     assert {f"discrepancy/{name}" for name in ("mean", "format_mean", "lag_mean")} <= panels.keys()
     for name in ("mean", "format_mean", "lag_mean"):
-        note = panels[f"discrepancy/{name}"].figure(run).axes[0].get_title("right")
-        assert ("tolerance ε = 0.002" in note) == (name == place)
+        (axes,) = panels[f"discrepancy/{name}"].figure(run).axes
+        assert ("ε 0.002" in [text.get_text() for text in axes.texts]) == (name == place)
+        above = [path.vertices[:, 1].max() for area in axes.collections for path in area.get_paths()]
+        assert above == ([pytest.approx(0.009)] if name == place else [])  # filled from ε up to δ̄ of the last step
+
+
+def test_a_tolerance_above_all_values_is_in_the_figure(tmp_path):
+    rows = make_rows(9, **{"discrepancy/mean": 1e-5, "lagrangian/tolerance": 0.002})
+    (panel,) = [panel for panel in panels_of(Run("", rows)) if panel.metric == "discrepancy/mean"]
+    bottom, top = panel.figure(Run("", rows)).axes[0].get_ylim()
+    assert (bottom, top > 0.002) == (0, True)
+
+
+@pytest.mark.parametrize(("multiplier", "note"), [(0.5, ""), (lambda step: 0.1 * step, "grows while δ̄ > ε (3 of 5 ")])
+def test_the_figure_says_why_the_multiplier_moves(tmp_path, multiplier, note):
+    moved = {"lagrangian/lambda": multiplier, "lagrangian/violation": lambda step: 0.001 * (step - 2.5)}
+    run = read_run(make_run(tmp_path / "run", rows=make_rows(5, **moved)))
+    (panel,) = [panel for panel in panels_of(run) if panel.metric == "lagrangian/lambda"]
+    assert panel.figure(run).axes[0].get_title("right").startswith(note)
+    assert bool(panel.figure(run).axes[0].get_title("right")) == bool(note)
+
+
+def test_a_rate_is_shown_where_tokens_are_worked_on(tmp_path):
+    rows = make_rows(**{"time/generation": 2.0, "time/sync": 1.0, "time/loss": 1.0})
+    reader = read_report(write_report(make_run(tmp_path / "run", rows, summary=make_summary()), tmp_path / "r.html"))
+    assert row_of(reader, "generation") == ["8.0", "50.0%", "1,543"]  # 12,345 tokens
+    assert row_of(reader, "weight sync") == ["4.0", "25.0%", ""]
+    assert row_of(reader, "all") == ["16.0", "100.0%", "772"]
 
 
 def test_text_of_any_kind_stays_text(tmp_path):

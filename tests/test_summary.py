@@ -3,10 +3,13 @@
 import json
 
 import pytest
+from transformers.utils import logging
 
 from dc_trl import HistoryCallback
 from dc_trl.callbacks.summary import BeforeAndAfter, summarize
 from dc_trl.records.runs import read_run
+from dc_trl.training.arguments import WatchArguments
+from dc_trl.training.build import add_callbacks
 
 from .helpers import make_prompts, make_trainer
 
@@ -53,3 +56,22 @@ def test_greedy_completions_are_measured_in_between_where_that_is_asked_for(tmp_
         greedy = run.series("eval_greedy_reward").by_step()
         assert list(greedy) == ([0, 1, 2] if between else [0, 2])
         assert (greedy[0], greedy[2]) == (summary["before"]["greedy"], summary["after"]["greedy"])
+
+
+def test_a_run_has_one_bar_which_says_when_it_evaluates(tmp_path, capsys):
+    held_out = {"eval_dataset": make_prompts(8), "per_device_eval_batch_size": 4}
+    trainer = make_trainer(
+        tmp_path, deployment_scheme="fp8", max_steps=2, save_strategy="steps", disable_tqdm=False, **held_out
+    )
+    trainer.add_callback(BeforeAndAfter(trainer))
+    try:
+        add_callbacks(trainer, WatchArguments())
+        capsys.readouterr()
+        trainer.train()
+    finally:
+        logging.enable_progress_bar()
+    shown = capsys.readouterr().err
+    for text in ("held-out problems, 2 of ", "held-out problems, greedy, 2 of 2: 100%", "2/2 ", "reward=", "λ="):
+        assert text in shown
+    assert "\x1b[A" not in shown  # what moves up from a bar below another one
+    assert all("held-out" in part or "/2 [" in part for part in shown.split("\r") if "%|" in part)

@@ -5,7 +5,6 @@ from functools import partial
 
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ..evaluation.evaluate import Benchmark, tokenize_prompts
@@ -17,6 +16,7 @@ from ..records.estimators import Estimate, mean_estimate
 from ..resuming.checkpoints import on_main_process
 from ..rollouts.sampling import Completion
 from ..trainer import DCGRPOTrainer
+from .progress import in_parts
 
 
 def greedy_rewards(
@@ -51,11 +51,10 @@ def greedy_accuracy(
 
 
 def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int, label: str) -> Iterator[tuple[list[int], int]]:
-    """Yield the rows of this process batch by batch, with the number of rows that count; a bar shows the progress."""
+    """Yield the rows of this process batch by batch, with the number of rows that count."""
     accelerator = trainer.accelerator
     starts = range(0, size, accelerator.num_processes * batch_size)
-    hidden = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
-    for start in tqdm(starts, desc=label, unit="batch", leave=False, dynamic_ncols=True, disable=hidden):
+    for start in in_parts(trainer, starts, label):
         first = start + accelerator.process_index * batch_size
         rows = [min(row, size - 1) for row in range(first, first + batch_size)]
         yield rows, len(range(first, min(first + batch_size, size)))

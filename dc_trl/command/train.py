@@ -7,25 +7,26 @@ A configuration is a YAML file of the fields below, or the name of one that ship
 command line too, where it overrides the file. Several processes: `accelerate launch -m dc_trl train --config FILE`.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from transformers import TrainerCallback
 
 from ..resuming.interruption import StopSignals
 from ..serving.errors import ServerError
 from ..settings.command_line import refused_in_one_line
-from ..settings.configuration import ConfigurationParser
-from ..trainer import DCGRPOTrainer
-from ..training.arguments import ARGUMENTS, RunArguments
-from ..training.build import build_trainer
-from ..training.run import Outcome, run
+from ..training.arguments import RunArguments
+from ..training.arguments import make_parser as make_parser
 
 
-def make_parser() -> ConfigurationParser:
-    return ConfigurationParser(ARGUMENTS)
+if TYPE_CHECKING:
+    from ..trainer import DCGRPOTrainer
+    from ..training.run import Outcome
 
 
 def train(
@@ -41,13 +42,13 @@ def train(
     with StopSignals() as signals, ExitStack() as stack:
         with refused_in_one_line(TypeError, ServerError):
             arguments = RunArguments.parse(words)
+            from ..training.build import build_trainer  # takes seconds, for which --help and a refusal need not wait
+            from ..training.run import run
+
             trainer, alarm = build_trainer(arguments, stack)
         if callback is not None:
             trainer.add_callback(callback(trainer))
         return run(trainer, alarm, arguments.data, signals, stack)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    outcome = train(words)
-    if outcome is not None:
-        sys.exit(outcome)
+main = train

@@ -15,6 +15,7 @@ from ..files import write_bytes
 
 
 INK, MUTED, ACCENT = "#1f3b5c", "#9aa7b4", "#c8553d"
+WINDOW = 9  # values that the dark line of a curve averages, an odd number
 PANEL_WIDTH = 4.8  # inches: text stays readable where a phone shows it 360 px wide
 
 
@@ -39,21 +40,28 @@ def new_figure(
     return figure, all_axes
 
 
-def draw_curve(axes: Axes, x: Sequence[float], y: Sequence[float], window: int = 9) -> None:
-    """Draw values in grey and their centred moving average in dark blue; few values as points on a line.
+def draw_curve(axes: Axes, x: Sequence[float], y: Sequence[float], name: str = "") -> Sequence[float]:
+    """Draw values in grey and their centred mean over 9 in dark blue, which is returned; few values as points.
 
     Args:
         axes: to draw on.
         x, y: places, ascending, and as many values.
-        window: how many values are averaged, an odd number. Up to twice as many values are drawn as points.
+        name: of the dark line, written at its end.
     """
-    if len(y) > 2 * window:
-        half = window // 2
-        smooth = [fmean(y[max(0, place - half) : place + half + 1]) for place in range(len(y))]
-        axes.plot(x, y, color=MUTED, linewidth=0.8, alpha=0.8)
-        axes.plot(x, smooth, color=INK, linewidth=1.8)
-    else:
+    if len(y) <= 2 * WINDOW:
         axes.plot(x, y, color=INK, linewidth=1.2, marker="o", markersize=2.5)
+        return y
+    half = WINDOW // 2
+    smooth = [fmean(y[max(0, place - half) : place + half + 1]) for place in range(len(y))]
+    axes.plot(x, y, color=MUTED, linewidth=0.8, alpha=0.8)
+    axes.plot(x, smooth, color=INK, linewidth=1.8)
+    label_end(axes, smooth[-1], name, INK)
+    return smooth
+
+
+def label_end(axes: Axes, y: float, text: str, color: str) -> None:
+    """Write the name of a line right of the axes, at the height `y`."""
+    axes.text(1.01, y, text, transform=axes.get_yaxis_transform(), color=color, fontsize=9, va="center")
 
 
 def save_figure(figure: Figure, path: str | PathLike[str], **options: Any) -> None:

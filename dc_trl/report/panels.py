@@ -9,15 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..records.runs import GREEDY, Run, benchmark_metrics
-from .figures import ACCENT, INK, draw_curve, new_figure, save_figure
+from .figures import ACCENT, INK, WINDOW, draw_curve, label_end, new_figure, save_figure
 
 
 _MARK: dict[str, Any] = {"color": ACCENT, "linestyle": "--", "linewidth": 1.2}  # lines that are no values of the run
 _OUTCOME, _CONSTRAINT, _GAP, _COURSE = "Reward and accuracy", "Constraint", "Mismatch of the engines", "Training"
-
-
-def _draw_any(axes: Axes, run: Run, metric: str) -> None:
-    draw_curve(axes, *run.series(metric))
 
 
 def _draw_from_zero(axes: Axes, run: Run, metric: str) -> None:
@@ -25,17 +21,37 @@ def _draw_from_zero(axes: Axes, run: Run, metric: str) -> None:
     axes.set_ylim(bottom=0)
 
 
+def _draw_any(axes: Axes, run: Run, metric: str) -> None:
+    draw_curve(axes, *run.series(metric), name=f"mean of\n{WINDOW} logs")
+
+
 def _draw_steps(axes: Axes, run: Run, metric: str) -> None:
     axes.step(*run.series(metric), where="post", color=INK, linewidth=1.5)
 
 
 def _draw_discrepancy(axes: Axes, run: Run, metric: str) -> None:
-    _draw_from_zero(axes, run, metric)
-    steps, values = run.series("lagrangian/tolerance")
+    steps, values = run.series(metric)
+    shown = dict(zip(steps, draw_curve(axes, steps, values), strict=True))
+    tolerance = run.series("lagrangian/tolerance")
     constrained = "discrepancy/lag_mean" if run.settings.get("constraint_target") == "lag" else "discrepancy/mean"
-    if steps and metric == constrained:  # an automatic tolerance is known after the first batches only
-        axes.step(steps, values, where="post", **_MARK)
-        _note(axes, f"– –  tolerance ε = {values[-1]:.4g}")
+    if tolerance.steps and metric == constrained:  # an automatic tolerance is known after the first batches only
+        axes.step(*tolerance, where="post", **_MARK)
+        label_end(axes, tolerance.values[-1], f"ε {tolerance.values[-1]:.4g}", ACCENT)
+        if _moves(run):
+            top = [max(shown.get(step, level), level) for step, level in zip(*tolerance, strict=True)]
+            axes.fill_between(tolerance.steps, tolerance.values, top, color=ACCENT, alpha=0.2, linewidth=0)
+    axes.set_ylim(bottom=0)  # last, since it fixes the top, which may be that of ε
+
+
+def _moves(run: Run) -> bool:
+    return len({*run.series("lagrangian/lambda").values}) > 1
+
+
+def _draw_multiplier(axes: Axes, run: Run, metric: str) -> None:
+    _draw_steps(axes, run, metric)
+    _, violations = run.series("lagrangian/violation")
+    if violations and _moves(run):
+        _note(axes, f"grows while δ̄ > ε ({sum(v > 0 for v in violations)} of {len(violations)} logs), else falls")
 
 
 def _draw_length(axes: Axes, run: Run, metric: str) -> None:
@@ -54,7 +70,7 @@ def _draw_evaluations(axes: Axes, run: Run, metric: str) -> None:
 
 
 def _note(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="right", fontsize=8, color=ACCENT)
+    axes.set_title(text, loc="right", fontsize=9, color=ACCENT)
 
 
 class Panel(NamedTuple):
@@ -103,7 +119,7 @@ _HELD_OUT = Panel(_OUTCOME, "held-out problems, sampled", "Mean reward of sample
 _DISCREPANCY = Panel(
     _CONSTRAINT,
     "discrepancy δ̄",
-    "Batch discrepancy δ̄ between the training and the sampling engine; above the tolerance ε, λ grows.",
+    "Batch discrepancy δ̄ between the training and the sampling engine. Where it is above ε (filled), λ grows.",
     "discrepancy/mean",
     _draw_discrepancy,
 )
@@ -126,7 +142,9 @@ _AGE = Panel(
     "Optimizer steps between the weights that sampled a batch and those that it trains.",
     "sync/age",
 )
-_MULTIPLIER = Panel(_CONSTRAINT, "multiplier λ", "Lagrange multiplier λ.", "lagrangian/lambda", _draw_steps)
+_MULTIPLIER = Panel(
+    _CONSTRAINT, "multiplier λ", "Lagrange multiplier λ, the price of δ̄.", "lagrangian/lambda", _draw_multiplier
+)
 _K3 = Panel(_GAP, "KL (k3), nats", "KL(π_inf ‖ π_train), k3 estimator.", "discrepancy/k3_kl")
 _LENGTH = Panel(
     _COURSE,

@@ -9,6 +9,10 @@ from ..records.runs import Run, is_number, outcome
 from ..records.tables import weighted_sum
 
 
+# Parts of a run's time whose work is done on tokens.
+_WORK_ON_TOKENS = {"generation", "logps", "loss", "all"}
+
+
 class Table(NamedTuple):
     """A table of the page, whose first column names the rows."""
 
@@ -54,13 +58,18 @@ def time_table(run: Run) -> Table:
     seconds, tokens = run.seconds_of_parts(), _tokens(run)
     total = sum(seconds.values())
     rows = [
-        [label, f"{spent:,.1f}", f"{spent / total:.1%}", f"{tokens / spent:,.0f}" if tokens else "–"]
-        for label, spent in [*((PARTS[part], spent) for part, spent in seconds.items()), ("all", total)]
+        [
+            PARTS.get(part, part),
+            f"{spent:,.1f}",
+            f"{spent / total:.1%}",
+            f"{tokens / spent:,.0f}" if tokens and part in _WORK_ON_TOKENS else "",
+        ]
+        for part, spent in [*seconds.items(), ("all", total)]
         if spent
     ]
     caption = (
-        "Where the time of the training went. Tokens: all tokens of the run, per second of this part alone. The parts "
-        "do not overlap."
+        "Where the time of the training went; the parts do not overlap. Tokens: all tokens of the run, per second of "
+        "a part that works on them."
     )
     return Table(["part", "seconds", "share", "tokens/s"], rows, caption)
 

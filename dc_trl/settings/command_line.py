@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from .paths import shipped
@@ -15,6 +16,15 @@ from .paths import shipped
 
 # Signals that ask a program to end: a job system's, a closed terminal's, and SLURM's warning that its time is up.
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+# What stands for the value of an option in a help, by what reads the value; "TEXT" for all else.
+METAVARS: dict[Any, str] = {int: "INT", float: "FLOAT", Path: "PATH", json.loads: "JSON"}
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:  # argparse's is the option's name
+        return METAVARS.get(action.type, "TEXT")
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -27,7 +37,7 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(
             prog=f"dc-trl {name}" if name else None,
             description=description or "",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
             allow_abbrev=False,
         )
 

@@ -1,24 +1,53 @@
 """The parser of a training configuration, which its user writes in YAML and on a command line."""
 
-from collections.abc import Iterable, Sequence
+import re
+import shutil
+import sys
+import textwrap
+from argparse import Action
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, get_origin, get_type_hints
 
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from ..files import read_yaml
-from .command_line import unknown_field
+from .command_line import METAVARS, unknown_field
 from .fields import kinds_of
 from .paths import config_file
 
 
-class ConfigurationParser(HfArgumentParser):
-    """The parser of transformers, which fills dataclasses, from YAML too; it refuses with a `ValueError`."""
+_METAVARS = METAVARS | {string_to_bool: "BOOL"}
+_INDENT = 28  # columns in front of what a field means
 
-    def __init__(self, dataclass_types: Iterable[type]) -> None:
+
+class ConfigurationParser(HfArgumentParser):
+    """The parser of transformers, which fills dataclasses, from YAML too; it refuses with a `ValueError`.
+
+    Args:
+        dataclass_types: whose fields may be set.
+        groups: fields that the help shows, by the title of their group.
+    """
+
+    def __init__(self, dataclass_types: Iterable[type], groups: Mapping[str, Iterable[str]]) -> None:
         usage = "dc-trl train --config NAME_OR_FILE [--field value ...]"
-        super().__init__(dataclass_types, usage=usage, allow_abbrev=False)
+        super().__init__(dataclass_types, usage=usage, allow_abbrev=False, add_help=False)
         self.add_argument("--config", help="YAML file of the fields below, which override it, or the name of one")
+        self.add_argument("-h", "--help", nargs="?", const="", help="'all' lists all fields, a name describes one")
+        self._groups = groups
+
+    def help_on(self, word: str) -> str:
+        """Return the help: for "" the groups of fields, for "all" every field in full, otherwise the field named."""
+        actions = {action.dest: action for action in reversed(self._actions)}  # --no_NAME comes after --NAME
+        if word not in ("", "all", *actions):
+            raise ValueError(unknown_field(word, actions))
+        if word:
+            return "\n".join(_described(actions[name], True) for name in (actions if word == "all" else [word]))
+        lines = [f"usage: {self.usage}", _described(actions["config"])]
+        for title, names in self._groups.items():
+            lines += ["", f"{title}:", *(_described(actions[name]) for name in names)]
+        return "\n".join([*lines, "", f"--help all lists all {len(actions)} fields, --help NAME has one in full."])
 
     def error(self, message: str) -> None:
         """Raise a `ValueError`; argparse would print the usage of 300 fields and end the program."""
@@ -27,11 +56,16 @@ class ConfigurationParser(HfArgumentParser):
     def parse(self, words: Sequence[str] | None = None) -> tuple:
         """Return the dataclasses from a command line, by default that of the process, and the file of `--config`.
 
+        `--help` prints the help and ends the program.
+
         Raises:
             ValueError: names the file, or the field with its value.
             OSError: the configuration file cannot be read.
         """
         given, others = self.parse_known_args(words)
+        if given.help is not None:
+            print(self.help_on(given.help))
+            sys.exit(0)
         for name in (word.partition("=")[0] for word in others):
             if name.startswith("--"):
                 raise ValueError(unknown_field(name, self._option_string_actions))
@@ -54,3 +88,20 @@ def _meant(value: Any, kind: Any) -> Any:
         return [str(each) if list[str] in kinds else each for each in values]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return str(value) if is_number and takes_text and not {int, float} & {*kinds} else value  # a GPU's number
+
+
+def _described(action: Action, in_full: bool = False) -> str:
+    """Return what an option means, its {choices} and its [default]: in two lines at most, or with the whole help."""
+    meaning = " ".join((action.help or "").replace("%%", "%").split())
+    choices = ", ".join(map(str, action.choices or ()))
+    if not in_full:
+        choices = textwrap.shorten(choices, 60, placeholder=" …")
+    facts = f" {{{choices}}}" if choices else ""
+    if action.default not in (None, []):
+        facts += f" [{', '.join(action.default) if isinstance(action.default, list) else action.default}]"
+    room = max(shutil.get_terminal_size((120, 24)).columns, 80)
+    if not in_full:  # the first sentence without what is in parentheses
+        meaning = re.split(r"(?<!e\.g)(?<!i\.e)[.:;] ", re.sub(r" \([^()]*\)", "", meaning))[0].rstrip(".")
+        meaning = textwrap.shorten(meaning, max(2 * (room - _INDENT) - len(facts) - 16, 30), placeholder=" …")
+    name = f"  --{action.dest} {'' if choices else _METAVARS.get(action.type, 'TEXT')}"
+    return textwrap.fill(f"{name:<{_INDENT - 2}}  {meaning}{facts}", room, subsequent_indent=" " * _INDENT)

@@ -46,6 +46,13 @@ def declared_default(declared: Field) -> Any:
     return None if factory is MISSING else factory()
 
 
+def own_fields(settings: type) -> list[str]:
+    """Return the names of the fields that this package declares, those of TRL with another default included."""
+    ours = [each for each in settings.__mro__ if each.__module__.startswith("dc_trl")]
+    declared = {name for each in ours for name in vars(each).get("__annotations__", {})}
+    return [field.name for field in fields(settings) if field.name in declared]
+
+
 def kinds_of(hint: Any) -> list[Any]:
     return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
 

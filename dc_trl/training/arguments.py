@@ -1,33 +1,19 @@
-"""All settings of a training run, and what starts by them beside the trainer: its own server, and its callbacks."""
+"""All settings of a training run, and the groups in which its help shows them."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-import torch
-from transformers import PrinterCallback, ProgressCallback
 from trl import ModelConfig
 
-from ..callbacks.collapse import CollapseAlarmCallback
-from ..callbacks.deployment import DeploymentCheckpointCallback
-from ..callbacks.length_decay import LengthDecayCallback
 from ..config import DCGRPOConfig
-from ..serving.fit import ROUTES_OPTION
-from ..serving.server import serve
-from ..settings.command_line import say
 from ..settings.configuration import ConfigurationParser
 from ..settings.contradictions import require_effect
-from ..settings.fields import require_fields, setting
+from ..settings.fields import own_fields, require_fields, setting
 from ..settings.paths import shipped
 from ..settings.ranges import COUNT
-from ..trainer import DCGRPOTrainer
 from .adapter import AdapterArguments
 from .problems import DataArguments
-
-
-SERVER_LOG = "vllm_server.log"
 
 
 @dataclass
@@ -88,13 +74,43 @@ class RunArguments(NamedTuple):
             ValueError: a setting or the file is refused; the message names the file, or the field with its value.
             OSError: the file cannot be read.
         """
-        arguments = cls(*ConfigurationParser(ARGUMENTS).parse(words))
+        arguments = cls(*make_parser().parse(words))
         if arguments.model.model_name_or_path is not None:
             arguments.model.model_name_or_path = shipped(arguments.model.model_name_or_path)
         return arguments
 
 
 ARGUMENTS: tuple[type, ...] = tuple(RunArguments.__annotations__.values())
+
+# What `dc-trl train --help` shows: our own fields, and those of TRL and transformers that nearly every run sets. The
+# name of a dataclass stands for those of its own fields that are not named here.
+HELP_GROUPS = {
+    "the model": "model_name_or_path dtype attn_implementation trust_remote_code use_peft lora_r lora_alpha "
+    "lora_target_modules AdapterArguments",
+    "the data": "dataset_name rewards DataArguments",
+    "the method": "recipe beta num_iterations DCGRPOConfig",
+    "the sampler": "deployment_scheme num_generations max_completion_length temperature top_p use_vllm vllm_mode "
+    "vllm_server_base_url vllm_server_base_urls vllm_gpu_memory_utilization vllm_max_model_length weight_sync "
+    "weight_sync_dir weight_sync_steps rollout_overlap vllm_request_timeout vllm_max_retries routing_replay "
+    "ServerArguments",
+    "the training": "learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm max_steps "
+    "num_train_epochs per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing bf16 use_cpu "
+    "seed length_aware_batches max_tokens_per_micro_batch padding_free WatchArguments",
+    "the output": "output_dir resume_from_checkpoint save_strategy save_steps save_total_limit logging_steps "
+    "report_to eval_strategy eval_steps per_device_eval_batch_size export_run push_to_hub hub_model_id "
+    "hub_deployment hub_base_model_id",
+}
+
+
+def make_parser() -> ConfigurationParser:
+    """Return the parser of all arguments, with the groups of its help."""
+    named = {word for words in HELP_GROUPS.values() for word in words.split()}
+    own = {of.__name__: [name for name in own_fields(of) if name not in named] for of in ARGUMENTS}
+    groups = {
+        title: [name for word in words.split() for name in own.get(word, [word])]
+        for title, words in HELP_GROUPS.items()
+    }
+    return ConfigurationParser(ARGUMENTS, groups)
 
 
 def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
@@ -107,55 +123,3 @@ def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
             f"{args.vllm_mode!r} and the address {named!r}: leave serve out, or set use_vllm=true, vllm_mode=server "
             "and no address."
         )
-
-
-def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:
-    """Start the run's own server and write its address into `args`; it ends when the stack is closed."""
-    gpu_options = ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
-    running = stack.enter_context(
-        serve(
-            model,
-            args.deployment_scheme or "bf16",
-            revision=revision,
-            max_model_len=args.vllm_max_model_length,
-            start_timeout=args.vllm_server_timeout,
-            log_path=Path(args.output_dir, SERVER_LOG),
-            environment={"CUDA_VISIBLE_DEVICES": server.serve_devices} if server.serve_devices else {},
-            options=[
-                *(gpu_options if torch.cuda.is_available() else []),
-                *([ROUTES_OPTION] if args.routing_replay else []),
-                *server.serve_options,
-            ],
-            report=say,
-        )
-    )
-    args.vllm_server_base_url = running.url
-
-
-class ConstraintProgressCallback(ProgressCallback):
-    """Transformers' progress bar, with reward, δ̄ and λ on it in place of a printed line for every log."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or self.training_bar is None or not logs:
-            return
-        shown = {"reward": "reward", "δ̄": "discrepancy/mean", "λ": "lagrangian/lambda"}
-        values = {label: f"{logs[name]:.4g}" for label, name in shown.items() if logs.get(name) is not None}
-        if values:
-            self.training_bar.set_postfix(values)
-
-
-def add_callbacks(trainer: DCGRPOTrainer, watch: WatchArguments) -> CollapseAlarmCallback | None:
-    """Add callbacks that watch the run, write its deployment checkpoints and show its progress; return the alarm."""
-    if watch.length_decay:
-        trainer.add_callback(LengthDecayCallback(trainer, watch.length_decay_period))
-    alarm = None
-    if watch.collapse_alarm != "off":
-        alarm = CollapseAlarmCallback(trainer, stop=watch.collapse_alarm == "stop")
-        trainer.add_callback(alarm)
-    if trainer.args.exports_deployment:
-        trainer.add_callback(DeploymentCheckpointCallback(trainer))
-    if not trainer.args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(ConstraintProgressCallback())
-    return alarm

@@ -1,20 +1,30 @@
 """Makes a trainer from a configuration. Errors of the input are found here, the cheapest checks first."""
 
 from contextlib import ExitStack
+from pathlib import Path
 
+import torch
 from accelerate import DistributedType, PartialState
 from peft import PeftModel
+from transformers import PrinterCallback, ProgressCallback
+from transformers.utils import logging
 from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
 from ..callbacks.benchmarks import BenchmarkCallback
 from ..callbacks.collapse import CollapseAlarmCallback
+from ..callbacks.deployment import DeploymentCheckpointCallback
+from ..callbacks.length_decay import LengthDecayCallback
+from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
 from ..evaluation import Benchmark
 from ..gate import require_startable
 from ..grading.rewards import get_reward
 from ..records.settings import changed_settings
 from ..resuming.checkpoints import on_main_process
+from ..serving.fit import ROUTES_OPTION
+from ..serving.server import serve
+from ..settings.command_line import say
 from ..settings.fields import ranges_of
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
@@ -22,9 +32,12 @@ from ..trainer import DCGRPOTrainer
 from ..trainers.engines import require_servers
 from ..trainers.history import HistoryCallback
 from .adapter import AdapterArguments, adapter_of, load_adapted
-from .arguments import RunArguments, add_callbacks, require_servable, start_server
+from .arguments import RunArguments, ServerArguments, WatchArguments, require_servable
 from .output import open_output
 from .problems import load_data
+
+
+SERVER_LOG = "vllm_server.log"
 
 
 def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrainer, CollapseAlarmCallback | None]:
@@ -114,3 +127,44 @@ def _adapted(adapter: AdapterArguments, model: ModelConfig, args: DCGRPOConfig) 
     args.model_init_kwargs = None  # TRL would warn that it does not use them
     base = create_model_from_path(model.model_name_or_path, **options)
     return load_adapted(base, model.model_name_or_path, str(adapter.adapter_name_or_path))
+
+
+def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:
+    """Start the run's own server and write its address into `args`; it ends when the stack is closed."""
+    gpu_options = ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+    running = stack.enter_context(
+        serve(
+            model,
+            args.deployment_scheme or "bf16",
+            revision=revision,
+            max_model_len=args.vllm_max_model_length,
+            start_timeout=args.vllm_server_timeout,
+            log_path=Path(args.output_dir, SERVER_LOG),
+            environment={"CUDA_VISIBLE_DEVICES": server.serve_devices} if server.serve_devices else {},
+            options=[
+                *(gpu_options if torch.cuda.is_available() else []),
+                *([ROUTES_OPTION] if args.routing_replay else []),
+                *server.serve_options,
+            ],
+            report=say,
+        )
+    )
+    args.vllm_server_base_url = running.url
+
+
+def add_callbacks(trainer: DCGRPOTrainer, watch: WatchArguments) -> CollapseAlarmCallback | None:
+    """Add callbacks that watch the run, write its deployment checkpoints and show its progress; return the alarm."""
+    if watch.length_decay:
+        trainer.add_callback(LengthDecayCallback(trainer, watch.length_decay_period))
+    alarm = None
+    if watch.collapse_alarm != "off":
+        alarm = CollapseAlarmCallback(trainer, stop=watch.collapse_alarm == "stop")
+        trainer.add_callback(alarm)
+    if trainer.args.exports_deployment:
+        trainer.add_callback(DeploymentCheckpointCallback(trainer))
+    if not trainer.args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(ConstraintProgressCallback())
+        logging.disable_progress_bar()  # those of saved files, which would break into the run's own
+    return alarm
