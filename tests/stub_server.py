@@ -76,6 +76,7 @@ class StubServer(ThreadingHTTPServer):
                     "aux_output_config": {"enable_return_routed_experts": self.routes},
                 }
             },
+            "/version": {"version": "0.31.0"},
             "/collective_rpc": {"results": [""]},
             "/weight_info": {"weight_version": self.version},
             "/reset_prefix_cache": {"success": True},
