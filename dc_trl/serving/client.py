@@ -19,6 +19,7 @@ from .fit import check_server, is_cpu
 LOADING = "loading-"  # prefix of the version of weights that are not completely loaded
 UNNAMED = "default"  # version of the weights with which a server starts
 _AS_JSON = {"config_format": "json"}
+_told = set[str]()  # addresses of servers of which a run was told that it counts their weights' versions
 
 
 def require_loaded(version: str | None, url: str) -> None:
@@ -150,11 +151,13 @@ class ServerClient(RolloutClient):
         except ServerRefusedError:
             # This raises, with the remedy, if it is the development endpoints that are off.
             self._counted = self.get_server_info()["instance_id"], UNNAMED
-            self._report(
-                f"vLLM {self.vllm} at {self.connection.url} has no /weight_info (0.31 has it): this run counts the "
-                "versions of the weights itself. It notices when the server is restarted, and does not notice when "
-                "another run loads weights into it: let no other run use it."
-            )
+            if self.base_url not in _told:
+                _told.add(self.base_url)
+                self._report(
+                    f"vLLM {self.vllm} at {self.base_url} has no /weight_info (0.31 has it): this run counts the "
+                    "versions of the weights itself. It notices when the server is restarted, and does not notice "
+                    "when another run loads weights into it: let no other run use it."
+                )
 
     # --- TRL's ways to the server -----------------------------------------------------------------------------------
 

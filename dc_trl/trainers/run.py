@@ -200,7 +200,8 @@ class RunTrainer(SamplingTrainer):
             "base_model": self.args.hub_base_model_id or model.config.name_or_path or None,
             **dict(zip(("engine", "engine_version", "kv_cache_dtype"), self.sampler.identity, strict=True)),
             "step": self.state.global_step,
-            **{name: recent_mean(history.series(f"discrepancy/{name}").values) for name in ("mean", "k3_kl")},
+            "discrepancy": recent_mean(history.series("discrepancy/mean").values),
+            "k3_kl": recent_mean(history.series("discrepancy/k3_kl").values),
         }
 
     @cached_property
