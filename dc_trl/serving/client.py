@@ -137,15 +137,14 @@ class ServerClient(RolloutClient):
         self.vocabulary: int | None = None
         self.kv_cache_dtype: str | None = None
         self._counted: tuple[str, str] | None = None  # where the server cannot: its start, and its weights' version
-        connect = super(RolloutClient, self).__init__
         with self.connection.task() as end, self.connection.reading("/v1/models, /version or /server_info"):
             self.check_server(min(start_timeout, end.left))
-            self.connection.persist(lambda first: connect(base_url=self.connection.url, group_port=group_port))
-            self.vllm = str(self.connection.persist(lambda first: self.connection.get("/version"))["version"])
-            self.connection.persist(lambda first: self._find_who_counts())
+            self.connection.persist(lambda first: self._meet(group_port))
 
-    def _find_who_counts(self) -> None:
-        """Count the versions of the weights here if the server has no name for its weights (vLLM before 0.31)."""
+    def _meet(self, group_port: int) -> None:
+        """Connect, and count the versions of the weights here if the server cannot name them (vLLM before 0.31)."""
+        super(RolloutClient, self).__init__(base_url=self.connection.url, group_port=group_port)
+        self.vllm = str(self.connection.get("/version")["version"])
         try:
             self.connection.get("/weight_info")
         except ServerRefusedError:
