@@ -31,6 +31,7 @@ class StubServer(ThreadingHTTPServer):
         self.says: dict[str, tuple[int, str]] = {}
         self.asked: list[str] = []
         self.version = "default"
+        self.start = "1"  # what a restarted server has another one of
         self.before: Callable[[StubServer, str], None] | None = None
         self.completes: Callable[[dict], dict] | None = None
         self.bodies: list[dict] = []  # of the rollouts that were asked for
@@ -63,6 +64,7 @@ class StubServer(ThreadingHTTPServer):
             "/v1/models": {"data": [{"id": "stub", "root": "stub", "max_model_len": 4096}]},
             "/server_info": {
                 "vllm_config": {
+                    "instance_id": self.start,
                     "model_config": {
                         "logprobs_mode": "processed_logprobs",
                         "max_model_len": 4096,
@@ -77,6 +79,7 @@ class StubServer(ThreadingHTTPServer):
                     "aux_output_config": {"enable_return_routed_experts": self.routes},
                 }
             },
+            "/version": {"version": "0.31.0"},
             "/collective_rpc": {"results": [""]},
             "/weight_info": {"weight_version": self.version},
             "/reset_prefix_cache": {"success": True},

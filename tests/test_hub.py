@@ -27,7 +27,7 @@ TOKEN = "hf_" + "UnguessableWriteTokenOfTests"
 USER = "tester"
 MODEL = {"config.json", "generation_config.json", "model.safetensors"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-CHECKPOINT = {f"deployment/{name}" for name in MODEL | TOKENIZER}
+CHECKPOINT = {f"deployment/{name}" for name in MODEL | TOKENIZER | {"dc_trl.json"}}
 RUN = MODEL | TOKENIZER | {"README.md", "history.jsonl", "run.png", "settings.json"}
 
 
@@ -121,7 +121,9 @@ def test_what_a_run_leaves_on_the_hub(hub, tmp_path, monkeypatch, capfd, caplog)
     # What is there is what was there, to the byte, and nothing else.
     last = {path for path in files if path.startswith("last-checkpoint/")}
     assert set(files) - last == RUN | CHECKPOINT == set(run_files(folder))
-    as_it_lies = (RUN | CHECKPOINT) - {"settings.json"}  # which names directories of this machine
+    # Two files name directories of this machine.
+    as_it_lies = (RUN | CHECKPOINT) - {"settings.json", "deployment/dc_trl.json"}
+    assert json.loads(files["deployment/dc_trl.json"])["base_model"] == "tiny_qwen3"
     assert {name: files[name] for name in as_it_lies} == local_files(folder, as_it_lies)
     assert {"last-checkpoint/optimizer.pt", "last-checkpoint/dc_grpo_state.json"} <= last
     assert not [path for path in files if "training_args" in path]

@@ -204,7 +204,12 @@ def test_what_samples_is_what_ships(fp8_server, tmp_path):
     trainer.vllm_generation.sync_weights()
     exported = tmp_path / "deployment"
     synchronized = trainer.vllm_generation.checkpoint
-    assert {file.name: file.read_bytes() for file in exported.iterdir()} == {
+    contract = json.loads((exported / "dc_trl.json").read_text())
+    assert (contract["engine"], contract["engine_version"]) == (
+        "vllm",
+        httpx.get(f"{fp8_server.url}/version").json()["version"],
+    )
+    assert {file.name: file.read_bytes() for file in exported.iterdir() if file.name != "dc_trl.json"} == {
         file.name: file.read_bytes() for file in synchronized.iterdir()
     }
     assert (tmp_path / "checkpoint-2" / "deployment" / "model.safetensors").is_file()

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ..config import DCGRPOConfig
 from ..files import read_text
+from ..quantization.contract import CONTRACT_FILE
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
 from ..version import __version__
 from .card import CARD_FILE
@@ -45,7 +46,7 @@ RUN_FILES = (CARD_FILE, HISTORY_FILE, FIGURE_FILE, SUMMARY_FILE, SETTINGS_FILE)
 # beside each adapter, whose base the Hub refuses if it is a directory.
 _NOT_TO_RESUME = [f"*{TRAINING_ARGS_NAME}", f"*{CARD_FILE}", ".*", "*/.*"]
 # Files that may name directories of this machine, and an absolute path of two parts or more in JSON.
-_WITH_PATHS = ("config.json", "adapter_config.json", "trainer_state.json", SETTINGS_FILE, HISTORY_FILE)
+_WITH_PATHS = ("config.json", "adapter_config.json", CONTRACT_FILE, "trainer_state.json", SETTINGS_FILE, HISTORY_FILE)
 _ABSOLUTE = re.compile(r'"(?:file://)?/(?:[^"/\n]+/)+([^"/\n]+)/?"')
 
 logger = logging.get_logger(__name__)
@@ -64,7 +65,7 @@ def run_files(folder: str | Path, deployment: bool = True) -> list[str]:
     """
     patterns = [*MODEL_FILES, *RUN_FILES]
     if deployment:
-        patterns += [f"{DEPLOYMENT_FOLDER}/{pattern}" for pattern in MODEL_FILES]
+        patterns += [f"{DEPLOYMENT_FOLDER}/{pattern}" for pattern in (*MODEL_FILES, CONTRACT_FILE)]
     files = {path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}
     return sorted(str(path.relative_to(folder)) for path in files)
 

@@ -4,8 +4,9 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationStatus
@@ -25,6 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..files import locked_folder, replace_folder_link, write_text
+from .contract import write_contract
 from .fake_quantize import compressed_weight
 from .policy import base_model, empty_copy
 from .schemes import quantized_weights, quantizes_cache, require_served_scheme, resolve_scheme
@@ -81,13 +83,19 @@ class CheckpointWriter:
         self._names = names.keys()
 
     @torch.no_grad()
-    def write(self, tensors: Iterable[tuple[str, Tensor]], directory: str | os.PathLike[str]) -> int:
+    def write(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        directory: str | os.PathLike[str],
+        facts: Mapping[str, Any] | None = None,
+    ) -> int:
         """Write the checkpoint; an existing directory is replaced when all files are written.
 
         Args:
             tensors: see `policy_tensors`; any floating dtype. Names that are not part of a checkpoint (tied copies,
                 computed buffers) are ignored.
             directory: directory of the checkpoint, whose parent must exist.
+            facts: what its contract says beside scheme and tensors, JSON values; without it there is no contract.
 
         Returns:
             Size of all files, in bytes.
@@ -105,6 +113,8 @@ class CheckpointWriter:
                 self._write_tensors(tensors, partial)
             except SafetensorError as error:
                 raise OSError(f"{directory} cannot be written: {error}") from error
+            if facts is not None:
+                write_contract(partial, {"scheme": self.scheme, **facts})
             partial.chmod(0o755)
             size = sum(file.stat().st_size for file in partial.iterdir())
             replace_folder_link(directory)

@@ -7,7 +7,7 @@ the mean over problems (clustered by problem), and the bootstrap draws whole pro
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,15 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> flo
 def mean_estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     """Return the mean over at least one problem of a value for each, with its errors; `seed` is of the bootstrap."""
     return macro_estimate([values], seed)
+
+
+def recent_mean(values: Sequence[float]) -> dict[str, Any] | None:
+    """Return the mean of the last ten values and its 95 % interval, None for one value; None where there is none."""
+    if not values:
+        return None
+    mean = mean_estimate(values[-10:])
+    interval = None if mean.standard_error is None else [mean.low, mean.high]
+    return {"value": mean.value, "interval": interval, "logs": mean.problems}
 
 
 def macro_estimate(benchmarks: Sequence[Sequence[float]], seed: int = 0) -> Estimate:

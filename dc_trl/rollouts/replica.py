@@ -5,10 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from peft import PeftModel
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -21,6 +25,7 @@ from transformers import (
 )
 
 from ..quantization import attention
+from ..quantization.contract import read_tensors
 from ..quantization.fake_quantize import (
     ActivationQuantizer,
     fake_quantize_weight,
@@ -32,6 +37,7 @@ from ..quantization.policy import base_model, empty_copy, with_positions
 from ..quantization.rounding import round_as_vllm
 from ..quantization.schemes import fused_experts, quantized_linears, quantized_weights, quantizes_cache, resolve_scheme
 from ..quantization.tensors import policy_tensors
+from ..version import __version__
 from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import KeptLogProb
 
@@ -127,6 +133,8 @@ class Replica:
         ValueError: the scheme is unknown or cannot represent the model.
     """
 
+    identity = ("replica", __version__, "bfloat16")  # engine, version and KV-cache dtype, for a checkpoint's contract
+
     def __init__(self, policy: PreTrainedModel | PeftModel, scheme: str, device: torch.device | None = None):
         base = base_model(policy)
         device = base.device if device is None else device
@@ -189,6 +197,34 @@ class Replica:
             elif name in self._quantized:
                 tensor = fake_quantize_weight(tensor, self._weight_args)
             self._tensors[name].copy_(tensor)
+
+    @classmethod
+    @torch.no_grad()
+    def of_checkpoint(cls, directory: Path, scheme: str) -> "Replica":
+        """Return a replica, on the CPU, with exactly the numbers of a checkpoint that `CheckpointWriter` wrote.
+
+        Raises:
+            ValueError: the checkpoint is of a mixture of experts, whose names differ from the model's, or is damaged.
+        """
+        config, stored = AutoConfig.from_pretrained(directory), read_tensors(directory)
+        vars(config).pop("quantization_config", None)
+        with init_empty_weights():
+            policy = AutoModelForCausalLM.from_config(config)
+        policy.tie_weights()
+        replica = cls(policy, scheme, torch.device("cpu"))
+        if fused_experts(policy) or not stored.keys() >= {f"{name}_scale" for name in replica._quantized}:
+            raise ValueError(f"{directory} is of a mixture of experts, or not in scheme={scheme!r}: it is not read.")
+        for name in replica._quantized:
+            scale = stored[f"{name}_scale"]
+            if f"{name}_packed" in stored:
+                shape, bits = torch.Size(stored[f"{name}_shape"].tolist()), replica._weight_args.num_bits
+                stored[name] = unpack_from_int32(stored[f"{name}_packed"], bits, shape)
+            if f"{name}_scale" not in replica._tensors:  # which holds the numbers times their scales
+                height, width = (all_ // of for all_, of in zip(stored[name].shape, scale.shape, strict=True))
+                stored[name] = stored[name].float() * scale.repeat_interleave(height, 0).repeat_interleave(width, 1)
+        for name in replica._tensors.keys() & stored.keys():
+            replica._tensors[name].copy_(stored[name].view_as(replica._tensors[name]))
+        return replica
 
     def save_weights(self, directory: Path) -> None:
         """Write the weights that the replica holds into a new directory."""

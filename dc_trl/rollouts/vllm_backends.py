@@ -26,6 +26,7 @@ from ..serving.connection import Patience, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import require_shared_directory
 from ..serving.pool import ServerPool
+from ..serving.server import vllm_version
 from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import named_by_vllm
 
@@ -39,12 +40,17 @@ class Generation(VLLMGeneration):
     Attributes:
         last_sync: `bytes_written`, `write_seconds` and `reload_seconds` of the last synchronization; empty on
             processes that write no checkpoint.
+        identity: engine, version and KV-cache dtype as they are said to be, for the contract of a deployed checkpoint;
+            of a server, on the main process.
     """
+
+    identity: tuple[str, str, str | None]
 
     def __init__(self, **kwargs: Any):
         self.last_sync: dict[str, float] = {}
         super().__init__(**kwargs)
         if self.mode == "colocate":
+            self.identity = ("vllm", vllm_version(), self.llm.llm_engine.vllm_config.cache_config.cache_dtype)
             # Registered after vLLM's own finalizer, so that it runs first when the process exits.
             self._end_engine = weakref.finalize(self, _end_engine, self.llm.llm_engine.engine_core)
 
@@ -235,6 +241,7 @@ class ServerGeneration(_DeployedGeneration):
             weight_sync=self.weight_sync,
             routing_replay=self.routing_replay,
         )
+        self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
 
     def sync_weights(self) -> None:
         """Send the policy's present weights to the server, and ensure that it serves them."""

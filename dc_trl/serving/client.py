@@ -10,13 +10,16 @@ from transformers import PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
 from .answers import require_rollout
-from .background import pause
+from .background import in_coroutine, pause
 from .connection import ONE_TRY, Connection, Patience, wait_until_one_is_up
-from .errors import ServerError, ServerUnavailableError
+from .errors import ServerError, ServerRefusedError, ServerUnavailableError
 from .fit import PLAIN_CACHES, check_server, is_cpu
 
 
 LOADING = "loading-"  # prefix of the version of weights that are not completely loaded
+UNNAMED = "default"  # version of the weights with which a server starts
+_AS_JSON = {"config_format": "json"}
+_told = set[str]()  # addresses of servers of which a run was told that it counts their weights' versions
 
 
 def require_loaded(version: str | None, url: str) -> None:
@@ -111,10 +114,12 @@ class ServerClient(RolloutClient):
     Attributes:
         connection: connection that sends the requests.
         vocabulary: bound below which all token ids of its model are; None if it is unknown.
+        vllm: version of vLLM that the server names.
+        kv_cache_dtype: dtype of its KV cache as it names it, "auto" for that of the model; None before `require_fit`.
 
     Raises:
         ServerUnavailableError: the server is not up within `start_timeout`.
-        ServerError: the server requires an API key.
+        ServerError: the server requires an API key, or has no development endpoints.
     """
 
     def __init__(
@@ -130,10 +135,28 @@ class ServerClient(RolloutClient):
         self._report = report
         self.connection = Connection(base_url, patience, report)
         self.vocabulary: int | None = None
-        connect = super(RolloutClient, self).__init__
-        with self.connection.task() as end, self.connection.reading("/v1/models"):
+        self.kv_cache_dtype: str | None = None
+        self._counted: tuple[str, str] | None = None  # where the server cannot: its start, and its weights' version
+        with self.connection.task() as end, self.connection.reading("/v1/models, /version or /server_info"):
             self.check_server(min(start_timeout, end.left))
-            self.connection.persist(lambda first: connect(base_url=self.connection.url, group_port=group_port))
+            self.connection.persist(lambda first: self._meet(group_port))
+
+    def _meet(self, group_port: int) -> None:
+        """Connect, and count the versions of the weights here if the server cannot name them (vLLM before 0.31)."""
+        super(RolloutClient, self).__init__(base_url=self.connection.url, group_port=group_port)
+        self.vllm = str(self.connection.get("/version")["version"])
+        try:
+            self.connection.get("/weight_info")
+        except ServerRefusedError:
+            # This raises, with the remedy, if it is the development endpoints that are off.
+            self._counted = self.get_server_info()["instance_id"], UNNAMED
+            if self.base_url not in _told:
+                _told.add(self.base_url)
+                self._report(
+                    f"vLLM {self.vllm} at {self.base_url} has no /weight_info (0.31 has it): this run counts the "
+                    "versions of the weights itself. It notices when the server is restarted, and does not notice "
+                    "when another run loads weights into it: let no other run use it."
+                )
 
     # --- TRL's ways to the server -----------------------------------------------------------------------------------
 
@@ -143,7 +166,7 @@ class ServerClient(RolloutClient):
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the server's resolved configuration (`VllmConfig`) as a JSON tree."""
-        return self.connection.get("/server_info", params={"config_format": "json"})["vllm_config"]
+        return self.connection.get("/server_info", params=_AS_JSON)["vllm_config"]
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self.connection.get(url.removeprefix(self.base_url), **kwargs)
@@ -228,7 +251,8 @@ class ServerClient(RolloutClient):
         with self.connection.reading("/server_info"):
             info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
             check_server(info, layers, config=config, **needs)
-        if needs["scheme"] is None and (cache := info["cache_config"]["cache_dtype"]) not in PLAIN_CACHES:
+            self.kv_cache_dtype = cache = info["cache_config"]["cache_dtype"]
+        if needs["scheme"] is None and cache not in PLAIN_CACHES:
             self._report(f"vLLM at {self.base_url} has its KV cache in {cache}, which the mismatch contains")
         self.vocabulary = config.get_text_config().vocab_size
 
@@ -238,7 +262,18 @@ class ServerClient(RolloutClient):
 
     def weight_version(self) -> str:
         """Return the version of the weights that the server holds; "default" until weights are loaded."""
-        return self.connection.get("/weight_info")["weight_version"]
+        return in_coroutine(self.aweight_version())
+
+    async def aweight_version(self) -> str:
+        """Do the same as `weight_version` in an event loop."""
+        if self._counted is None:
+            answer = await self.connection.arequest("GET", "/weight_info")
+            with self.connection.reading("/weight_info"):
+                return answer["weight_version"]
+        info = await self.connection.arequest("GET", "/server_info", params=_AS_JSON)
+        start, version = self._counted
+        with self.connection.reading("/server_info"):
+            return version if info["vllm_config"]["instance_id"] == start else UNNAMED
 
     def load_checkpoint(self, directory: str, weight_version: str) -> None:
         """Make the server reload its weights in place and clear the cache that it filled with the old ones.
@@ -263,6 +298,9 @@ class ServerClient(RolloutClient):
         before the first weight changes until all have changed, so that even after an interrupted load no name belongs
         to other weights than those it was given to.
         """
+        if self._counted is not None:
+            self._counted = self.get_server_info()["instance_id"], weight_version
+            return
         self.connection.request("POST", "/update_weight_version", json={"new_version": weight_version})
 
     def name_loaded(self, weight_version: str) -> None:

@@ -178,7 +178,8 @@ class Connection:
             )
         if status == 404 and not path.startswith("/v1"):
             raise ServerRefusedError(
-                f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its environment."
+                f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment. Where that is set, its release of vLLM lacks this path: use 0.31 or later."
             )
         if status >= 400 and "not JSON compliant" in text:
             # JSON has no NaN, so vLLM refuses to send the log-probabilities of broken weights.

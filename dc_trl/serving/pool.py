@@ -49,8 +49,7 @@ class PooledServer:
         answer = await connection.arequest("POST", "/v1/completions", json=body)
         answer["choices"] = require_rollout(body, answer, self.url, self.client.vocabulary)
         if weights is not None:
-            held = await connection.arequest("GET", "/weight_info")
-            self.client.require_version(str(held.get("weight_version")), weights)
+            self.client.require_version(await self.client.aweight_version(), weights)
         return answer
 
 

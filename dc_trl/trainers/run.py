@@ -16,9 +16,10 @@ from ..config import DCGRPOConfig
 from ..files import lock_output, read_object, set_aside, written_beside
 from ..hub.card import CARD_FILE, complete_card, hub_dataset
 from ..hub.push import HubClient, without_token
-from ..quantization.policy import unwrapped
+from ..quantization.policy import base_model, unwrapped
 from ..quantization.tensors import require_merged_form
-from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
+from ..records.estimators import recent_mean
+from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE, Run
 from ..resuming.checkpoints import on_main_process, resumable_checkpoint
 from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
@@ -187,9 +188,21 @@ class RunTrainer(SamplingTrainer):
         """
         tensors = self.deployed_tensors()
         if self.accelerator.is_main_process:
-            self._checkpoint_writer.write(tensors, directory)
+            self._checkpoint_writer.write(tensors, directory, self._facts())
         for _ in tensors:
             pass  # takes part in gathering
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what the contract of a deployed checkpoint says of the run; None for what was not measured."""
+        model = base_model(unwrapped(self.accelerator, self.model))
+        history = Run("", self.state.log_history)
+        return {
+            "base_model": self.args.hub_base_model_id or model.config.name_or_path or None,
+            **dict(zip(("engine", "engine_version", "kv_cache_dtype"), self.sampler.identity, strict=True)),
+            "step": self.state.global_step,
+            "discrepancy": recent_mean(history.series("discrepancy/mean").values),
+            "k3_kl": recent_mean(history.series("discrepancy/k3_kl").values),
+        }
 
     @cached_property
     def _checkpoint_writer(self) -> CheckpointWriter:

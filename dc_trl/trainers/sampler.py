@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import transformers
 from accelerate.logging import get_logger
 
 from ..quantization.policy import unwrapped
@@ -53,6 +54,11 @@ class Sampler:
         self._kept: TemporaryDirectory[str] | None = None  # the weights of training while an evaluation has others
         self.age = 0
         self.sampling_seconds = self.waiting_seconds = 0.0
+
+    @property
+    def identity(self) -> tuple[str, str, str | None]:
+        """Engine, version and KV-cache dtype that sample; the dtype is None where it is not known."""
+        return ("transformers", transformers.__version__, None) if self._engine is None else self._engine.identity
 
     @property
     def may_lag(self) -> bool:

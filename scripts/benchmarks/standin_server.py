@@ -129,6 +129,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
         }
     },
     "/collective_rpc": {"results": [""]},
+    "/version": {"version": "0.31.0"},
     "/weight_info": {},
     "/reset_prefix_cache": {"success": True},
 }

@@ -1,0 +1,90 @@
+"""Asks a vLLM server whether it serves exactly the weights of a deployed checkpoint.
+
+    dc-trl verify http://127.0.0.1:8000 runs/quickstart/deployment
+
+The checkpoint is compared with its own contract, dc_trl.json, and then the server with the checkpoint: by hashes where
+it has /weight_checker (vLLM 0.32 with VLLM_SERVER_DEV_MODE=1), otherwise by log-probabilities of completions, which is
+evidence and no proof. A server's key is read from VLLM_API_KEY.
+
+The exit code is 0 if it serves these weights, 1 if not, and 2 if it could not be asked.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from ..calibration.served import compare_hashes, compare_probabilities
+from ..quantization.contract import broken_terms, read_contract, read_tensors
+from ..rollouts.replica import Replica
+from ..serving.connection import Connection
+from ..serving.errors import ServerError, ServerRefusedError
+from ..settings.command_line import OptionParser, say
+from ..settings.pretrained import load_config_and_tokenizer
+
+
+# Up to this multiple of the floor, kernels may explain a difference: SmolLM2-135M in FP8 is 1.3 floors from vLLM.
+_FLOORS = 2.0
+
+
+def make_parser() -> OptionParser:
+    parser = OptionParser(__doc__, "verify")
+    parser.add_argument("url", metavar="URL", help="address of the server, http://HOST:PORT")
+    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="deployment/ of a run")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(words)
+    try:
+        return 0 if verify(args.url, args.checkpoint) else 1
+    except (ServerError, ValueError, OSError, SafetensorError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def verify(url: str, directory: Path) -> bool:
+    """Return whether a server serves the weights of a checkpoint, as far as can be seen, and print what was found.
+
+    Raises:
+        ServerError: the server could not be asked.
+        ValueError, OSError, SafetensorError: the checkpoint has no contract, or cannot be read.
+    """
+    connection, contract = Connection(url), read_contract(directory)
+    if (reason := connection.why_down()) is not None:
+        raise ServerError(
+            f"no vLLM server answers at {url} ({reason}): start one with vllm serve, or correct the URL."
+        )
+    _, tokenizer = load_config_and_tokenizer(str(directory), "checkpoint")
+    tensors = read_tensors(directory)
+    if broken := broken_terms(contract, tensors):
+        return _say_no(f"{directory} is not what its contract says", broken)
+    say(f"{directory} holds {len(tensors)} tensors in {contract['scheme']}, as its contract says.")
+    try:
+        answer = connection.request("POST", "/weight_checker", json={"action": "checksum"})
+    except ServerRefusedError:
+        say(f"{url} has no /weight_checker.")
+    else:
+        with connection.reading("/weight_checker"):
+            other, unknown = compare_hashes(answer["checksums"], tensors)
+        if other:
+            return _say_no(f"{url} serves other weights, by its own hashes", other)
+        if not unknown:
+            say(f"{url} serves these weights: it has the hashes of all tensors.")
+            return True
+        say(f"{url} keeps {len(unknown)} tensors in a layout of its own, {unknown[0]} among them.")
+    replica = Replica.of_checkpoint(directory, contract["scheme"])
+    difference, floor, tokens = compare_probabilities(connection, replica, tokenizer)
+    same = difference <= _FLOORS * floor
+    say(
+        f"{url} {'shows no difference' if same else 'serves other weights'}: mean |Δp| {difference:.2g} in {tokens} "
+        f"tokens, where another order of sums gives {floor:.2g} (up to {_FLOORS:g} times that is no difference). "
+        "This is evidence and no proof: a smaller change is not seen."
+    )
+    return same
+
+
+def _say_no(what: str, names: Sequence[str]) -> bool:
+    say(f"{what}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}.")
+    return False
