@@ -216,7 +216,14 @@ class Replica:
             raise ValueError(f"{directory} is of a mixture of experts, or not in scheme={scheme!r}: it is not read.")
         for name in replica._quantized:
             scale = stored[f"{name}_scale"]
-            if f"{name}_packed" in stored:
+            if scale.dtype == torch.uint8:  # MXFP8's powers of two, as exponents
+                scale = (scale.float() - 127).exp2()
+            if f"{name}_global_scale" in stored:  # NVFP4
+                packed = stored[f"{name}_packed"]
+                codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
+                stored[name] = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * (1 - 2 * (codes >> 3))
+                scale = scale.float() / stored[f"{name}_global_scale"]
+            elif f"{name}_packed" in stored:
                 shape, bits = torch.Size(stored[f"{name}_shape"].tolist()), replica._weight_args.num_bits
                 stored[name] = unpack_from_int32(stored[f"{name}_packed"], bits, shape)
             if f"{name}_scale" not in replica._tensors:  # which holds the numbers times their scales

@@ -39,7 +39,9 @@ class ConfigurationParser(HfArgumentParser):
 
     def help_on(self, word: str) -> str:
         """Return the help: for "" the groups of fields, for "all" every field in full, otherwise the field named."""
-        actions = {action.dest: action for action in reversed(self._actions)}  # --no_NAME comes after --NAME
+        actions = {
+            action.dest: action for action in reversed(self._option_string_actions.values())
+        }  # --no_NAME comes after --NAME
         if word not in ("", "all", *actions):
             raise ValueError(unknown_field(word, actions))
         if word:

@@ -123,6 +123,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
                 "quantization": None,
                 "revision": None,
             },
+            "cache_config": {"cache_dtype": "auto"},
             "parallel_config": {"worker_extension_cls": CPU_EXTENSION, "data_parallel_size": 1},
             "scheduler_config": {"max_num_seqs": 256, "enable_chunked_prefill": False},
             "device_config": {"device": "cpu"},
