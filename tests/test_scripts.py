@@ -170,4 +170,4 @@ def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     script.main()
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if re.search(r"\d\.\d+ – \d", line)]
-    assert len(rows) == {"overhead": 4 + len(script.METHODS), "replica": 7, "grading": 1}[what]
+    assert len(rows) == {"overhead": 4 + len(script.METHODS), "replica": 1 + len(script.SCHEMES), "grading": 1}[what]
