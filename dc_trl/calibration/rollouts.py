@@ -10,7 +10,6 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.schemes import quantizes_cache
 from ..quantization.tensors import policy_tensors
 from ..rollouts.replica import Replica, end_tokens
 from ..rollouts.sampling import EngineSpec
@@ -18,7 +17,7 @@ from ..serving.client import ServerClient, Weights, require_loaded
 from ..serving.connection import Patience
 from ..serving.fit import layer_kinds, schemes_of
 from ..serving.guard import temporary_folder
-from ..serving.server import VLLMServer, vllm_version
+from ..serving.server import VLLMServer, cache_options, vllm_version
 from .settings import CalibrationSettings
 
 
@@ -90,8 +89,7 @@ def sample_rollouts(
         with temporary_folder("calibrate") as folder:
             checkpoint = folder / "checkpoint"
             CheckpointWriter(policy, precision, tokenizer).write(policy_tensors(policy), checkpoint)
-            if quantizes_cache(precision):
-                options = ["--kv-cache-dtype", "fp8", *options]
+            options = [*cache_options(precision), *options]
             with VLLMServer(checkpoint, max_model_len=longest + room, options=options, report=report) as server:
                 client = ServerClient(server.url, patience=_PATIENCE, report=report)
                 rollouts = _from_server(client, ends, prompts, room, settings)

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..quantization.schemes import FP8_CACHE
+from ..quantization.schemes import FP8_CACHE, quantizes_cache
 from .connection import is_local
 from .errors import ServerError
 
@@ -14,8 +14,14 @@ from .errors import ServerError
 CPU_EXTENSION = "dc_trl.serving.cpu_reload.CPUReloadExtension"
 ROUTES_OPTION = "--enable-return-routed-experts"
 # Names in vLLM of the layers that hold a scheme's weights.
-_LAYERS = {"bf16": None, "fp8": "Fp8", "fp8_block": "Fp8", "int8": "Int8", "int4": "WNA16", "int4_g32": "WNA16"}
-_LAYERS |= {"nvfp4": "W4A4Fp4", "nvfp4a16": "W4A4Fp4", "mxfp8": "Mxfp8"}
+_LAYERS = {
+    "bf16": None,
+    **dict.fromkeys(("fp8", "fp8_block"), "Fp8"),
+    "int8": "Int8",
+    **dict.fromkeys(("int4", "int4_g32"), "WNA16"),
+    **dict.fromkeys(("nvfp4", "nvfp4a16"), "W4A4Fp4"),
+    "mxfp8": "Mxfp8",
+}
 
 # Values of --kv-cache-dtype whose numbers are known here. "auto" and "bfloat16" keep the model's.
 PLAIN_CACHES, _FP8_CACHES = ("auto", "bfloat16"), ("fp8", "fp8_e4m3")
@@ -48,7 +54,7 @@ def check_server(
         ServerError: the server is refused; the message names the reason and the option of `vllm serve` to change.
     """
     model, kinds, text = info["model_config"], layer_kinds(layers), config.get_text_config()
-    cache, in_fp8 = info["cache_config"]["cache_dtype"], (scheme or "").endswith(FP8_CACHE)
+    cache, in_fp8 = info["cache_config"]["cache_dtype"], quantizes_cache(scheme or "")
     if model["logprobs_mode"] != "processed_logprobs":
         raise ServerError(
             f"the server runs with --logprobs-mode {model['logprobs_mode']}, whose log-probabilities ignore the "

@@ -228,6 +228,11 @@ class VLLMServer:
         self.stop()
 
 
+def cache_options(scheme: str) -> list[str]:
+    """Return the options of `vllm serve` for a scheme's KV cache; /server_info does not tell a checkpoint's."""
+    return ["--kv-cache-dtype", "fp8"] if quantizes_cache(scheme) else []
+
+
 @contextmanager
 def serve(
     model: str,
@@ -254,8 +259,7 @@ def serve(
         served = model if scheme == "bf16" else str(folder / "checkpoint")
         if scheme == "bf16":
             options = ["--revision", revision, *options]
-        elif quantizes_cache(scheme):  # said here too, because /server_info does not tell what a checkpoint asks for
-            options = ["--kv-cache-dtype", "fp8", *options]
+        options = [*cache_options(scheme), *options]
         # All errors in the arguments are raised before the model is loaded.
         server = VLLMServer(served, name=model, report=report, options=options, **kwargs)
         load_config(model, "model", revision=revision)
