@@ -72,7 +72,6 @@ NO_EFFECT = (
     ),
     Rule("vllm_server_base_urls rollout_overlap", {"use_vllm": [False]}, _SERVER),
     Rule("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
-    Rule("max_tokens_per_micro_batch", {"length_aware_batches": [False]}, "set length_aware_batches=True"),
     Rule("score_centering_top_k", {"score_centering": [False]}, "set score_centering=True"),
     Rule("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
     Rule("length_decay_period", {"length_decay": [False]}, "set length_decay=True"),
@@ -199,10 +198,6 @@ CONTRADICTIONS = (
     ),
     Rule("weight_sync_steps", {"weight_sync": ["nccl"]}, "checkpoints need older weights; set weight_sync='auto'"),
     Rule("weight_sync_steps", {"use_vllm": [True], "vllm_enable_sleep_mode": [True]}, f"sleep drops weights; {_ONE}"),
-    *(
-        Rule("max_tokens_per_micro_batch", {name: applies}, f"the loss is a mean over a micro-batch; {_ONE}")
-        for name, applies in MEANS_OF_MICRO_BATCHES.items()
-    ),
     Rule("routing_replay", {"use_vllm": [False], "deployment_scheme": [None]}, f"{_SCHEME}, or {_SERVER}"),
     Rule("routing_replay", {"use_vllm": [True], "vllm_mode": ["colocate"]}, _SERVER),
     # Those that follow keep the penalty from tokens that δ̄ counts: λ would climb to `lambda_max` without effect.
