@@ -13,6 +13,7 @@ from ..rollouts.replica import Replica
 from ..serving.answers import require_rollout
 from ..serving.connection import Connection
 from .causes import disturb
+from .scoring import completion_log_probs
 
 
 # Layers of vLLM that hold several layers of a checkpoint, one below the other.
@@ -89,11 +90,9 @@ def compare_probabilities(
     return (served - own).abs().mean().item(), floor, len(own)
 
 
-@torch.no_grad()
 def _probabilities(replica: Replica, rows: list[tuple[list[int], list[int]]]) -> Tensor:
     """Return the probabilities of the completions' tokens, one row after another, shape (tokens,), float32."""
-    found = []
-    for prompt, completion in rows:
-        logits = replica.model(torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        found.append(logits.float().softmax(-1).gather(1, torch.tensor(completion)[:, None]).squeeze(1))
-    return torch.cat(found)
+    found = [
+        completion_log_probs(replica.model, prompt, ids).gather(1, torch.tensor(ids)[:, None]) for prompt, ids in rows
+    ]
+    return torch.cat(found).exp().squeeze(1)
