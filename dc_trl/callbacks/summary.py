@@ -58,7 +58,7 @@ class BeforeAndAfter(TrainerCallback):
             return
         if trainer.replica is None and not trainer.use_vllm:
             return
-        if rewards := greedy_rewards(trainer, trainer.eval_dataset, None, args.per_device_eval_batch_size):
+        if rewards := greedy_rewards(trainer, trainer.eval_dataset, args.per_device_eval_batch_size):
             greedy = mean_estimate(rewards)
             logged = {GREEDY: greedy.value, f"{GREEDY}_se": greedy.standard_error}
             trainer.log({name: value for name, value in logged.items() if value is not None})
