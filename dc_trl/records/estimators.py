@@ -7,7 +7,8 @@ the mean over problems (clustered by problem), and the bootstrap draws whole pro
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,8 @@ _WILSON = 1.959964**2  # square of the 97.5 % point of the normal distribution
 _MARGIN = 1e-12  # sums in another order round differently by less than this
 
 
-class Estimate(NamedTuple):
+@dataclass(frozen=True)
+class Estimate:
     """A mean over problems: its standard error (None for a single problem), 95 % interval, number of problems.
 
     The interval is the bootstrap's, or Wilson's: see `macro_estimate`.
@@ -31,18 +33,14 @@ class Estimate(NamedTuple):
     problems: int
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference(Estimate):
     """The second of two means minus the first; `p_value` is two-sided, for "there is no difference".
 
     The p-value is None where chance cannot be estimated: see `paired_difference`.
     """
 
-    value: float
-    standard_error: float | None
-    low: float
-    high: float
     p_value: float | None
-    problems: int
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -109,7 +107,7 @@ def macro_estimate(benchmarks: Sequence[Sequence[float]], seed: int = 0) -> Esti
         below = [values[0] * width for values, width in zip(benchmarks, widths, strict=True)]
         above = [(1 - values[0]) * width for values, width in zip(benchmarks, widths, strict=True)]
         low, high = estimate.value - sum(below) / len(below), estimate.value + sum(above) / len(above)
-        return estimate._replace(low=low, high=high)
+        return replace(estimate, low=low, high=high)
     return estimate
 
 
@@ -134,7 +132,7 @@ def paired_difference(
     differences = [[b - a for a, b in zip(*values, strict=True)] for values in zip(first, second, strict=True)]
     estimate, means = _bootstrap(differences, seed)
     p_value = _p_value(estimate, means, map(len, differences))
-    return Difference(*estimate[:4], p_value, estimate.problems)
+    return Difference(**vars(estimate), p_value=p_value)
 
 
 def _p_value(difference: Estimate, means: NDArray[np.float64], sizes: Iterable[int]) -> float | None:
