@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
-from ..resuming.checkpoints import numbered_folders
+from ..resuming.checkpoints import checkpoints
 from ..settings.ranges import Range, require_number
 from ..trainer import DCGRPOTrainer
 
@@ -281,11 +280,11 @@ class CollapseAlarmCallback(TrainerCallback):
                 if isinstance(self._trainer, DCGRPOTrainer):
                     self._trainer.exports_at_end = False  # nobody should serve what has collapsed
                 if state.is_world_process_zero:
-                    saved = numbered_folders(self._trainer.args.output_dir, PREFIX_CHECKPOINT_DIR)
-                    good = [step for step in saved if step < alarm.sound_until]
+                    saved = checkpoints(self._trainer.args.output_dir)
+                    good = [str(folder) for step, folder in saved.items() if step < alarm.sound_until]
                     way_back = "no checkpoint from before the trouble is there to go back to."
                     if good:
-                        self.last_good = str(saved[max(good)])
+                        self.last_good = good[0]
                         way_back = f"go back with resume_from_checkpoint={self.last_good!r}."
                     message += f" Training stops; {way_back}"
             if state.is_world_process_zero:

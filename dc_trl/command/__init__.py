@@ -23,7 +23,6 @@ COMMANDS = {
     "report": ("report", "make the page of a run, with its figures"),
     "prepare-data": ("prepare_data", "clean training problems, once"),
     "doctor": ("doctor", "say what this machine can do, and print a block for an issue"),
-    "plan": ("plan", "say what fits, and what each device holds"),
 }
 
 

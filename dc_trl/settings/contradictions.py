@@ -124,6 +124,7 @@ _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric
 # Corrections that weigh a token by its own probabilities alone.
 _CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip", "odds_truncate"}
 _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
+_ALIGNED = {"deployment_scheme": _has_deployed_forward}
 _ONE = "set one of the two"
 
 CONTRADICTIONS = (
@@ -146,14 +147,9 @@ CONTRADICTIONS = (
         lambda c: c.train_through_quantization and RECIPES[c.recipe]["train_through_quantization"],
     ),
     Rule("dual", {"discrepancy_tolerance": [0]}, "set a tolerance above 0 or 'auto': the violation is relative to it"),
-    *(
-        Rule(name, {"deployment_scheme": _has_deployed_forward}, remedy)
-        for name, remedy in (
-            ("fp16", "the deployed forward computes in bfloat16, as engines do; set bf16=True"),
-            ("cast_lm_head_to_fp32", f"the deployed policy has its output head in bfloat16; {_ONE}"),
-            ("torch_compile", f"it would not see the hooks of the deployed forward; {_ONE}"),
-        )
-    ),
+    Rule("fp16", _ALIGNED, "the deployed forward computes in bfloat16, as engines do; set bf16=True"),
+    Rule("cast_lm_head_to_fp32", _ALIGNED, f"the deployed policy has its output head in bfloat16; {_ONE}"),
+    Rule("torch_compile", _ALIGNED, f"it would not see the hooks of the deployed forward; {_ONE}"),
     Rule("score_centering", {"deployment_scheme": [None], "use_vllm": [False]}, f"{_SCHEME}, or use_vllm=True"),
     Rule("score_centering", {"importance_sampling_level": ["sequence"]}, "set importance_sampling_level='token'"),
     Rule("score_centering", {"beta": lambda c: c.beta != 0}, "the KL term would be centred too; set beta=0"),

@@ -17,7 +17,7 @@ def load_config(name: str, field: str = "model_name_or_path", **options: Any) ->
 
 
 def load_config_and_tokenizer(
-    name: str | None, field: str = "model_name_or_path", padding_side: str | None = None, **options: Any
+    name: str | None, field: str = "model_name_or_path", **options: Any
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Load configuration and tokenizer of a model, with options of `from_pretrained`; `field` is where it comes from.
 
@@ -25,8 +25,6 @@ def load_config_and_tokenizer(
         ValueError, OSError: there is no such model, or it has no tokenizer.
     """
     config = load_config(name or "", field, **options)
-    if padding_side is not None:
-        options["padding_side"] = padding_side
     return config, load_tokenizer(name or "", field, **options)
 
 
