@@ -21,6 +21,7 @@ from dc_trl.doctor.run import (
     Result,
     Setup,
     block,
+    bottom_line,
     facts,
     plan_checks,
     run_checks,
@@ -63,6 +64,10 @@ def test_the_block_says_what_works_and_what_failed():
     shown = block(results, facts(), "runs/doctor.log")
     assert re.search(r"^packages: dc_trl .*torch \d", shown, re.MULTILINE)
     assert "\nserver:fp8: failed in 41.5 s: ServerError: no kernel; vLLM 0.31.0\n" in shown
+    assert bottom_line(results) in shown
+    assert bottom_line(results) == (
+        "bottom line: trains with the replica in fp8; trains with a vLLM server in no scheme; failed: server:fp8"
+    )
     assert "log: runs/doctor.log" in shown
     assert "log: runs/doctor.log" not in block(results[:1], {}, "runs/doctor.log")
 
@@ -93,7 +98,7 @@ def found_by(probe, scheme, model=TINY_MODEL):
 def test_the_machine_is_described():
     found = found_by(smoke.devices, None)
     assert found["computes on"] == "cpu"
-    assert re.search(r"^\w+, \d+ cores, \d+\.\d GB$", found["processor"])
+    assert re.search(r", \d+ cores, \d+\.\d GB$", found["processor"])
 
 
 def test_a_step_trains_and_samples_with_the_new_weights():

@@ -11,11 +11,11 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..files import append_text, open_in_place
+from ..records.machine import installed_version
 from ..serving.guard import temporary_folder
 from ..settings.secrets import HIDDEN, is_secret_name, without_secrets
 
@@ -125,14 +125,9 @@ def _run(check: Check, setup: Setup, events: Path) -> Result:
 
 def facts() -> dict[str, str]:
     """Return the versions of packages, and the system without its name."""
-    packages = []
-    for name in _PACKAGES:
-        try:
-            packages.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            packages.append(f"{name} (absent)")
+    packages = ", ".join(f"{name} {installed_version(name) or '(absent)'}" for name in _PACKAGES)
     system = f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}"
-    return {"system": system, "packages": ", ".join(packages)}
+    return {"system": system, "packages": packages}
 
 
 def publishable(text: str) -> str:
@@ -152,10 +147,20 @@ def summary(result: Result) -> str:
     return f"{result.name}: {result.status} in {result.seconds:.1f} s: {publishable('; '.join(filter(None, parts)))}"
 
 
+def bottom_line(results: Sequence[Result]) -> str:
+    """Return one line that says in which schemes this machine trains, and what failed."""
+    parts = []
+    for kind, words in (("step", "the replica"), ("server", "a vLLM server")):
+        schemes = [r.name.partition(":")[2] for r in results if r.name.startswith(f"{kind}:") and r.status == "passed"]
+        parts.append(f"trains with {words} in {', '.join(schemes) or 'no scheme'}")
+    failed = ", ".join(result.name for result in results if result.status == "failed")
+    return "bottom line: " + "; ".join(parts) + f"; failed: {failed or 'nothing'}"
+
+
 def block(results: Sequence[Result], known: Mapping[str, str], log: str) -> str:
     """Return what to paste into an issue, fenced; `known` are facts by name, `log` has the tracebacks."""
     lines = [f"{name}: {publishable(value)}" for name, value in known.items()]
-    lines += ["", *map(summary, results)]
+    lines += ["", *map(summary, results), "", bottom_line(results)]
     if any(result.status == "failed" for result in results):
         lines.append(f"log: {publishable(log)} (look through it before you attach it)")
     return "\n".join(["```text", *(line.rstrip() for line in lines), "```"])
