@@ -146,12 +146,12 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     length_aware_batches: bool = setting(
         True,
         "Within an optimizer step completions of similar length share a forward, which reads no more than its own "
-        "longest prompt and completion. Loss and gradient equal TRL's up to rounding; see docs/batching.md.",
+        "longest prompt and completion. Loss and gradient equal TRL's up to rounding; see docs/fast_loop.md.",
     )
     max_tokens_per_micro_batch: Annotated[int | None, COUNT] = setting(
         None,
         "Largest number of tokens (prompts, completions and their padding) that a forward of training reads in each "
-        "process; how many completions share a forward then follows from it. See docs/batching.md.",
+        "process; how many completions share a forward then follows from it. See docs/fast_loop.md.",
     )
     export_run: bool = setting(
         True,
