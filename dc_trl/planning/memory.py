@@ -1,4 +1,4 @@
-"""The work of a training device and its bytes; docs/gpu.md has formulas and sources."""
+"""The work of a training device and its bytes; docs/gpu.md has sources, and runs beside the formulas."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
