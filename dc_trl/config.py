@@ -141,7 +141,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     length_aware_batches: bool = setting(
         True,
         "Within an optimizer step completions of similar length share a forward, which reads no more than its own "
-        "longest prompt and completion. Loss and gradient equal TRL's up to rounding; see docs/batching.md.",
+        "longest prompt and completion. Loss and gradient equal TRL's up to rounding; see docs/fast_loop.md.",
     )
     export_run: bool = setting(
         True,

@@ -100,7 +100,7 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
     ],
 )
 def test_refused_when_the_config_is_made(tmp_path, fields, words):
-    """What docs/configuration.md does not list; tests/test_docs.py has an example of each contradiction."""
+    """What docs/settings.md does not list; tests/test_docs.py has an example of each contradiction."""
     with pytest.raises(ValueError, match="=") as error:
         make_config(**({"output_dir": tmp_path} | fields))
     for word in words:

@@ -48,7 +48,7 @@ class WatchArguments:
         "warn",
         "What happens when reward, entropy, gradient norm, mismatch or λ show a collapse: "
         '"off" does nothing, "warn" warns once, and "stop" warns and ends the run, which keeps the last good '
-        "checkpoint. See docs/collapse.md.",
+        "checkpoint. See docs/collapsed.md.",
     )
 
     def __post_init__(self):
