@@ -21,7 +21,7 @@ from ..settings.secrets import HIDDEN, is_secret_name, without_secrets
 
 
 # Those of `dc_trl.quantization.schemes`, which loads torch: the doctor has to speak where torch cannot be loaded.
-SERVED_SCHEMES = ("bf16", "fp8", "fp8_block", "int8", "int4", "int4_g32", "nvfp4", "nvfp4a16", "mxfp8")
+SERVED_SCHEMES = ("bf16", "fp8", "fp8_w8a16", "fp8_block", "int8", "int4", "int4_g32", "nvfp4", "nvfp4a16", "mxfp8")
 REPLICA_SCHEMES = ("int3", "int2")
 DEFAULT_SCHEMES = ("bf16", "fp8", "int8", "int4")
 _PACKAGES = ("dc_trl", "torch", "transformers", "trl", "vllm", "accelerate", "peft", "compressed-tensors", "datasets")
