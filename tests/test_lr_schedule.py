@@ -171,5 +171,5 @@ def test_the_reactive_schedule_and_its_resumption(cut):
             whole = resumed
         rates += advance(whole, 1)
         whole.observe(length)
-    assert (whole.surge_step, whole.decay_period) == (101, 182)  # 1.8 × 101 = 181.8
+    assert (whole.detector.surge_step, whole.decay_period) == (101, 182)  # 1.8 × 101 = 181.8
     assert rates == [1.0] * 181 + [0.5] * 182 + [0.25] * 37

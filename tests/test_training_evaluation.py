@@ -50,7 +50,7 @@ def test_benchmarks_are_evaluated_with_the_trainers_evaluation(tmp_path):
     benchmark = Benchmark.load("arithmetic", samples=2, limit=24)
     other = Benchmark("other", benchmark.rows.select(range(5)), 1, None)
     trainer = tiny_trainer(tmp_path / "run", eval_strategy="steps", eval_steps=2, max_steps=2, learning_rate=3e-3)
-    callback = BenchmarkCallback(trainer, [benchmark, other], temperature=0.0, batch_size=7, grading_processes=1)
+    callback = BenchmarkCallback(trainer, [benchmark, other], temperature=0.0, batch_size=7)
     trainer.add_callback(callback)
     trainer.evaluate()
     (before,) = (row for row in trainer.state.log_history if "eval_arithmetic/avg@2" in row)

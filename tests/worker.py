@@ -80,9 +80,7 @@ def train(options: dict[str, Any]) -> DCGRPOTrainer:
         trainer.add_callback(sampled_by := SampledBy(colocate, complete))
     if benchmark is not None:
         problems = Benchmark.load("arithmetic", samples=1, limit=benchmark)
-        trainer.add_callback(
-            BenchmarkCallback(trainer, [problems], temperature=0.0, batch_size=4, grading_processes=1)
-        )
+        trainer.add_callback(BenchmarkCallback(trainer, [problems], temperature=0.0, batch_size=4))
     if kill_at is not None and kill_rank in (None, trainer.accelerator.process_index):
         trainer.add_callback(Kill(kill_at))
     if server is not None and trainer.accelerator.is_main_process:

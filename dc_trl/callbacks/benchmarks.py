@@ -58,7 +58,6 @@ class BenchmarkCallback(TrainerCallback):
         trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
         temperature: of the samples.
         batch_size: prompts at a time in each process.
-        grading_processes: workers that grade, in the main process.
 
     Raises:
         ValueError: there is no engine.
@@ -76,7 +75,6 @@ class BenchmarkCallback(TrainerCallback):
         benchmarks: Sequence[Benchmark],
         temperature: float = 0.7,
         batch_size: int = 64,
-        grading_processes: int | None = None,
     ):
         if trainer.replica is None and not trainer.use_vllm:
             raise ValueError("deployment_scheme=None and use_vllm=False: set one of them, no engine is there to ask.")
@@ -84,7 +82,6 @@ class BenchmarkCallback(TrainerCallback):
         self._benchmarks = benchmarks
         self._temperature = temperature
         self._batch_size = batch_size
-        self._grading_processes = grading_processes
         self._prompts = [tokenize_prompts(benchmark, trainer.processing_class, {}) for benchmark in benchmarks]
 
     def on_evaluate(self, args, state, control, **kwargs):
@@ -99,7 +96,7 @@ class BenchmarkCallback(TrainerCallback):
     ) -> dict[str, float]:
         """Return the metrics of the benchmark; the main process grades."""
         golds = benchmark.golds()
-        with Grader(self._grading_processes) as grader:
+        with Grader() as grader:
             verdicts = grader.grade([c.text for c in completions], [golds[problem] for problem, _ in keys])
         samples = {
             key: Sample(*key, -1, c.text, c.tokens, c.truncated, verdict.answer, verdict.correct)

@@ -31,25 +31,15 @@ SIGNALS = ("reward", "grad_norm", "mismatch", "entropy_low", "entropy_high", "la
 
 
 class Alarm(NamedTuple):
-    """A signal that rang.
+    """A signal that rang; levels are in the metric's units."""
 
-    Attributes:
-        signal: one of :data:`SIGNALS`.
-        metric: name of the logged metric.
-        step: optimizer step of the log at which it rang.
-        value: the metric's level there (running median; for counted signals the last value).
-        reference: the level that it is compared with, in the metric's units.
-        threshold: the level beyond which it counts as trouble.
-        sound_until: step of the log until which nothing was wrong: a checkpoint from before it is good.
-    """
-
-    signal: str
-    metric: str
-    step: int
-    value: float
-    reference: float
-    threshold: float
-    sound_until: int
+    signal: str  # one of `SIGNALS`
+    metric: str  # name of the logged metric
+    step: int  # optimizer step of the log at which it rang
+    value: float  # the metric's level there (running median; for counted signals the last value)
+    reference: float  # the level that it is compared with
+    threshold: float  # the level beyond which it counts as trouble
+    sound_until: int  # step of the log until which nothing was wrong: a checkpoint from before it is good
 
     def __str__(self) -> str:
         return (

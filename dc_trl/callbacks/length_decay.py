@@ -93,6 +93,9 @@ class LengthDecaySchedule(LRScheduler):
     Call :meth:`step` once per optimizer step, as the trainers of Transformers and TRL do. In a loop of your own, do
     not give the schedule to ``Accelerator.prepare``: its wrapper steps once per *process*.
 
+    Attributes:
+        detector: the [`SurgeDetector`], whose `surge_step` is None until the lengths have surged.
+
     Args:
         optimizer: its groups' learning rates are η_0.
         decay_period: optimizer steps between two halvings, at least 1, or None: to be set later.
@@ -129,11 +132,6 @@ class LengthDecaySchedule(LRScheduler):
         if self._decay_period is None:
             return 1.0
         return max(self.floor, 0.5 ** ((self.last_epoch + 1) // self._decay_period - self._passed))
-
-    @property
-    def surge_step(self) -> int | None:
-        """1-based step at which the observed response lengths surged; None while they have not."""
-        return self.detector.surge_step
 
     def observe(self, mean_length: float) -> int | None:
         """Take the mean response length of the next step; return the 1-based step of the surge once found.
@@ -233,5 +231,5 @@ class LengthDecayCallback(TrainerCallback):
         if self._announced or schedule.decay_period is None:
             return
         self._announced = True
-        found = {"surge_step": schedule.surge_step, "period": schedule.decay_period}
+        found = {"surge_step": schedule.detector.surge_step, "period": schedule.decay_period}
         self._trainer.log({f"length_decay/{name}": value for name, value in found.items() if value is not None})

@@ -1,20 +1,15 @@
 """Metrics of the mismatch in a run of TRL's own trainer."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from ..constraint.settings import ConstraintSettings
 from ..constraint.statistics import BatchStatistics, batch_metrics
 from ..rollouts.neutral_sampling import TRUNCATIONS, truncations
 from ..sampled_tokens import SampledTokens, loss_mask
 from ..trl_hooks import add_metrics, generation_batch_of
-
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 
 class MismatchCallback(TrainerCallback):
