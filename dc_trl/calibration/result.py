@@ -31,19 +31,12 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Split:
-    """δ̄ by its causes; see `dc_trl.calibration.causes`.
+    """δ̄ by its causes; see `dc_trl.calibration.causes`. The shares and what is unexplained add up to the whole."""
 
-    Attributes:
-        whole: δ̄.
-        shares: by cause, the part of δ̄ that goes away with it, on average over all orders of removal.
-        unexplained: δ̄ where all causes are removed. It and the shares add up to the whole.
-        floor: what of δ̄ an engine with any other order of float32 sums would have; see `dc_trl.calibration.causes`.
-    """
-
-    whole: Estimate
-    shares: dict[str, Estimate]
-    unexplained: Estimate
-    floor: Estimate
+    whole: Estimate  # δ̄
+    shares: dict[str, Estimate]  # by cause, what goes away with it, on average over all orders of removal
+    unexplained: Estimate  # δ̄ where all causes are removed
+    floor: Estimate  # what of δ̄ an engine with any other order of float32 sums would have
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.usage = f"{parser.prog} [--version] COMMAND [options]"
     parser.epilog = f"{parser.prog} COMMAND --help describes a command and its options."
     parser.add_argument("--version", action="version", version=f"dc_trl {__version__}")
-    if not given:
-        parser.print_help()
-        sys.exit(2)
-    if given[0].startswith("-"):
+    if not given or given[0].startswith("-"):
         parser.parse_args(given)
-        return
+        parser.error("no command is given")
     if given[0] not in COMMANDS:
         close = difflib.get_close_matches(given[0].replace("_", "-"), COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}"

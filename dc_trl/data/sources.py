@@ -44,25 +44,15 @@ def to_dataset(source: str, problems: Iterable[MathProblem]) -> Dataset:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set on the Hub.
+    """A data set on the Hub."""
 
-    Attributes:
-        hub_id: repository on the Hub; "" for problems that are made on the spot.
-        config: configuration there, None for the only one.
-        split: split there.
-        revision: commit there, in full, so that the rows never change under a result.
-        convert: makes a problem of one row, by the field names of the Hub and of the usual local files.
-        samples: k of avg@k, the answers drawn per problem, at least 1.
-        instruction: what a prompt says after the problem; None: nothing.
-    """
-
-    hub_id: str
-    config: str | None
+    hub_id: str  # "" for problems that are made on the spot
+    config: str | None  # None for the only one
     split: str
-    revision: str
-    convert: Callable[[Row], MathProblem]
-    samples: int = 1
-    instruction: str | None = BOXED_INSTRUCTION
+    revision: str  # commit, in full, so that the rows never change under a result
+    convert: Callable[[Row], MathProblem]  # knows the field names of the Hub and of the usual local files
+    samples: int = 1  # k of avg@k, the answers drawn per problem, at least 1
+    instruction: str | None = BOXED_INSTRUCTION  # what a prompt says after the problem; None: nothing
 
     def __str__(self) -> str:
         return f"{self.hub_id}@{self.revision}" if self.hub_id else "made on the spot"

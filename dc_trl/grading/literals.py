@@ -50,21 +50,13 @@ _NO_PLURALS = frozenset(_OTHER_WORDS.split())
 
 
 class Literal(NamedTuple):
-    """A number with nothing left to compute.
+    """A number with nothing left to compute."""
 
-    Attributes:
-        value: without its unit: 50 for 50 %.
-        unit: one spelling for each unit; "" where none is written.
-        finished: written to the end: lowest terms, no leading zeros, a mantissa of at least 1 and below 10.
-        kind: `decimal` (an integer too), `fraction` (a mixed number too) or `scientific`.
-        misspelled: not finished in a way that no scientific notation excuses: `047`, `2/4`.
-    """
-
-    value: Fraction
-    unit: str
-    finished: bool
-    kind: str
-    misspelled: bool
+    value: Fraction  # without its unit: 50 for 50 %
+    unit: str  # one spelling for each unit; "" where none is written
+    finished: bool  # written to the end: lowest terms, no leading zeros, a mantissa of at least 1 and below 10
+    kind: str  # `decimal` (an integer too), `fraction` (a mixed number too) or `scientific`
+    misspelled: bool  # not finished in a way that no scientific notation excuses: `047`, `2/4`
 
 
 def parse_literal(text: str) -> Literal | None:

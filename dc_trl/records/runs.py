@@ -45,19 +45,12 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its files describe it.
+    """A run as its files describe it."""
 
-    Args:
-        name: of the directory.
-        history: rows of `history.jsonl`, each with its `step`.
-        settings: settings that differ from the defaults.
-        summary: `seconds`, `tokens`, `engine`, …; empty when the run did not finish.
-    """
-
-    name: str
-    history: Sequence[Mapping[str, Any]]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    summary: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # of the directory
+    history: Sequence[Mapping[str, Any]]  # rows of `history.jsonl`, each with its `step`
+    settings: Mapping[str, Any] = field(default_factory=dict)  # those that differ from the defaults
+    summary: Mapping[str, Any] = field(default_factory=dict)  # of a finished run: `seconds`, `tokens`, `engine`, …
 
     def series(self, metric: str) -> Series:
         """Return the metric where it is a finite number."""

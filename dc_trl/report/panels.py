@@ -74,21 +74,13 @@ def _note(axes: Axes, text: str) -> None:
 
 
 class Panel(NamedTuple):
-    """One figure of a run.
+    """One figure of a run, which is left out where the run does not have its metric."""
 
-    Args:
-        section: heading of the page that the figure stands under.
-        label: what is drawn, the figure's title.
-        caption: what the reader should know, printed below the figure.
-        metric: name in the history. The panel is left out where the run does not have it.
-        draw: draws the metric of a run.
-    """
-
-    section: str
-    label: str
-    caption: str
-    metric: str
-    draw: Callable[[Axes, Run, str], None] = _draw_from_zero
+    section: str  # heading of the page that the figure stands under
+    label: str  # what is drawn, the figure's title
+    caption: str  # what the reader should know, printed below the figure
+    metric: str  # name in the history
+    draw: Callable[[Axes, Run, str], None] = _draw_from_zero  # draws the metric of a run
 
     def figure(self, run: Run) -> Figure:
         """Draw the run into a figure of its own."""
