@@ -21,7 +21,7 @@ def parse(tmp_path):
     [
         ("learning_rate: 1e-6", {"learning_rate": 1e-6}),  # YAML reads text
         ("rewards: math", {"rewards": ["math"]}),
-        ("eval_size: 8\neval_benchmarks: [aime24, math500]", {"eval_benchmarks": ["aime24", "math500"]}),
+        ("rewards: [math, arithmetic]", {"rewards": ["math", "arithmetic"]}),
         ("serve_devices: 0", {"serve_devices": "0"}),  # a number, and one that is false
         ("collapse_alarm: off", {"collapse_alarm": "off"}),  # YAML reads false
         ("run_name: 2024-01-01", {"run_name": "2024-01-01"}),
@@ -67,7 +67,7 @@ def test_what_is_refused_by_name(parse, text, words):
     ("options", "words"),
     [
         (["--max_steps"], "expected one argument"),
-        (["--eval_bench", "aime24"], "--eval_bench is no field of the configuration: did you mean --eval_benchmarks?"),
+        (["--eval_greed", "true"], "--eval_greed is no field of the configuration: did you mean --eval_greedy?"),
         (["--reward_weights", "nan"], "reward_weights=nan"),
     ],
 )

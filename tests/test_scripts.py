@@ -125,7 +125,6 @@ def test_your_own_reward_and_a_vanilla_run(launch, tmp_path, monkeypatch):
             {"serve": "auto", "use_vllm": "true", "vllm_mode": "server", "vllm_max_model_length": -5},
             ["vllm_max_model_length=-5 is invalid"],
         ),
-        ({"eval_benchmarks": "aime", "eval_size": 16}, ["benchmark='aime'", "'aime24'"]),
         ({"use_peft": "true", "lora_r": 0}, ["lora_r=0"]),
         ({"config": "dc_trl/assets/tiny_qwen3/model.safetensors"}, ["model.safetensors is no text"]),
     ],

@@ -20,8 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
-from dc_trl.callbacks.benchmarks import BenchmarkCallback
-from dc_trl.evaluation import Benchmark
+from dc_trl.callbacks.greedy import greedy_rewards
 
 from .gaps import PROMPTS, SampledBy
 from .helpers import TINY_MODEL, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
@@ -79,8 +78,10 @@ def train(options: dict[str, Any]) -> DCGRPOTrainer:
 
         trainer.add_callback(sampled_by := SampledBy(colocate, complete))
     if benchmark is not None:
-        problems = Benchmark.load("arithmetic", samples=1, limit=benchmark)
-        trainer.add_callback(BenchmarkCallback(trainer, [problems], temperature=0.0, batch_size=4))
+        rewards = greedy_rewards(trainer, make_prompts(benchmark), 4)
+        if trainer.accelerator.is_main_process:
+            Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+            Path(config.output_dir, "greedy.json").write_text(json.dumps(rewards))
     if kill_at is not None and kill_rank in (None, trainer.accelerator.process_index):
         trainer.add_callback(Kill(kill_at))
     if server is not None and trainer.accelerator.is_main_process:

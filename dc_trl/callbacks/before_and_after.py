@@ -5,7 +5,7 @@ from transformers import TrainerCallback
 from ..records.estimators import mean_estimate
 from ..records.runs import GREEDY, run_ended
 from ..trainer import DCGRPOTrainer
-from .benchmarks import greedy_rewards
+from .greedy import greedy_rewards
 
 
 class BeforeAndAfter(TrainerCallback):

@@ -75,7 +75,7 @@ NO_EFFECT = (
     Rule("score_centering_top_k", {"score_centering": [False]}, "set score_centering=True"),
     Rule("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
     Rule("length_decay_period", {"length_decay": [False]}, "set length_decay=True"),
-    Rule("eval_benchmarks eval_greedy", {"eval_size": [0]}, "set eval_size"),
+    Rule("eval_greedy", {"eval_size": [0]}, "set eval_size"),
 )
 
 

@@ -11,13 +11,11 @@ from transformers.utils import logging
 from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl.trainer.utils import create_model_from_path
 
-from ..callbacks.benchmarks import BenchmarkCallback
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.deployment import DeploymentCheckpointCallback
 from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
-from ..evaluation import Benchmark
 from ..gate import require_startable
 from ..grading.rewards import get_reward
 from ..records.settings import changed_settings
@@ -73,9 +71,6 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
     PartialState().print(line)
-    with PartialState().local_main_process_first():  # only one process of a machine downloads
-        samples, limit = data.eval_benchmark_samples, data.eval_benchmark_limit
-        benchmarks = [Benchmark.load(word, samples=samples, limit=limit) for word in data.eval_benchmarks]
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -110,9 +105,6 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         peft_config=peft_config if trained is None else None,
         **arguments_of_both,
     )
-    if benchmarks:
-        temperature, batch_size = data.eval_benchmark_temperature, args.per_device_eval_batch_size
-        trainer.add_callback(BenchmarkCallback(trainer, benchmarks, temperature, batch_size))
     alarm = add_callbacks(trainer, watch)
     return trainer, alarm
 

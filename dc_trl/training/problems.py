@@ -18,7 +18,7 @@ from ..data.prompts import BOXED_INSTRUCTION, Prompt, describe_counts, load_prom
 from ..grading.rewards import REWARDS
 from ..settings.contradictions import require_effect
 from ..settings.fields import require_fields, setting
-from ..settings.ranges import AT_LEAST_0, COUNT, WHOLE
+from ..settings.ranges import COUNT, WHOLE
 
 
 @dataclass
@@ -43,20 +43,6 @@ class DataArguments:
     )
     eval_greedy: bool = setting(
         False, "Also measure its greedy completions of them at the evaluations in between (eval_strategy, eval_steps)."
-    )
-    eval_benchmarks: list[str] = setting(
-        [],
-        "Benchmarks that the deployed policy answers whenever the trainer evaluates (needs eval_size): 'aime24', "
-        "'math500', … or NAME=FILE for a local file. See docs/evaluation.md.",
-    )
-    eval_benchmark_samples: Annotated[int | None, COUNT] = setting(
-        None, "Samples for each problem of these benchmarks. If it is not set, as many as in the papers (32 or 4)."
-    )
-    eval_benchmark_limit: Annotated[int | None, COUNT] = setting(
-        None, "Number of problems of each benchmark, from the first on. If it is not set, all are asked."
-    )
-    eval_benchmark_temperature: Annotated[float, AT_LEAST_0] = setting(
-        0.7, "Temperature of these samples; 0 is greedy."
     )
     rewards: list[str] = setting(["math"], "Reward functions: 'math', 'arithmetic', or dotted paths of your own.")
 
