@@ -111,15 +111,15 @@ def run_step(python: Path, step: str) -> str:
 
 
 def write_table(rows: Sequence[Sequence[str]]) -> None:
-    """Replace rows of the page's table; those of environments that were not tried stay."""
+    """Replace columns of the page's table; those of environments that were not tried stay."""
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
     old, after = rest.split(END)
-    header = ["", *SHOWN, *STEPS]
-    lines = {name: line for name in ENVIRONMENTS for line in old.splitlines() if line.startswith(f"| {name} |")}
-    lines |= {row[0]: f"| {' | '.join(row)} |" for row in rows}
-    ordered = [lines[name] for name in ENVIRONMENTS if name in lines]
-    table = [f"| {' | '.join(header)} |", "|---" * len(header) + "|", *ordered]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in old.splitlines() if line.startswith("|")]
+    columns = {column[0]: column for column in zip(*cells, strict=True)} | {row[0]: row for row in rows}
+    names = ["", "---", *SHOWN, *STEPS]
+    found = [names, *([row[0], "---", *row[-len(names) + 2 :]] for name in ENVIRONMENTS if (row := columns.get(name)))]
+    table = [f"| {' | '.join(line)} |" for line in zip(*found, strict=True)]
     PAGE.write_text(before + BEGIN + "\n" + "\n".join(table) + "\n" + END + after)
 
 
