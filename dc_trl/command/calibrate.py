@@ -9,10 +9,9 @@ in this process, without vLLM), or the URL of a vLLM server that runs the model 
 on the same prompts. They sample from the whole distribution, so there is no top-p, top-k or min-p. The terminal shows
 tables; the output directory gets calibration.json.
 
-Where an engine's scheme is known, its δ̄ is split into causes. --fail_above ends with exit code 1, for CI.
+Where an engine's scheme is known, its δ̄ is split into causes.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from ..settings.command_line import (
     say,
 )
 from ..settings.pretrained import load_config_and_tokenizer
-from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_numbers
+from ..settings.ranges import COUNT, Range, require_numbers
 from ..training.problems import DataArguments, draw_prompts
 
 
@@ -49,7 +48,7 @@ SETTINGS = {
     "the tolerance": ("measure", "reduction", "batch_prompts"),
     "the machine": ("device", "batch_tokens", "replica_batch"),
 }
-RANGES = {"prompts": Range(least=2, whole=True), "max_prompt_length": COUNT, "fail_above": AT_LEAST_0}
+RANGES = {"prompts": Range(least=2, whole=True), "max_prompt_length": COUNT}
 
 
 def make_parser() -> OptionParser:
@@ -84,9 +83,6 @@ def make_parser() -> OptionParser:
         dest="split",
         action="store_false",
         help="do not split δ̄ into its causes, which takes up to nine scoring passes",
-    )
-    output.add_argument(
-        "--fail_above", type=float, metavar="X", help="end with exit code 1 if a measured δ̄ is above X; for CI"
     )
     output.add_argument("--output", type=Path, default=Path("runs", "calibration"), help="directory of the results")
     output.add_argument("--overwrite", action="store_true", help="replace the calibration that is there")
@@ -132,10 +128,3 @@ def main(words: Sequence[str] | None = None) -> None:
         calibration.save(args.output / CALIBRATION_FILE)
         print_calibration(calibration)
         print(f"{CALIBRATION_FILE} is in {args.output}")
-        above = [
-            f"{engine.engine}: {delta.value:.3g} [{delta.low:.3g}, {delta.high:.3g}]"
-            for engine in calibration.engines
-            if args.fail_above is not None and (delta := engine.estimates["discrepancy"]).value > args.fail_above
-        ]
-        if above:
-            sys.exit(f"failed: δ̄ is above --fail_above {args.fail_above:g} for {'; '.join(above)}")
