@@ -6,7 +6,6 @@ optimizer step, and cut to the longest of their own forward. These functions use
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -33,23 +32,6 @@ _ALONG_NONE = (
     *("kept_ids", "kept_counts"),  # these have their own widths, see `Kept`
     *("named_ids", "named_counts", "named_logps"),  # and see `Named`
 )
-
-
-def segments(slices: int, passes: int, accumulated: int, offset: int = 0) -> list[range]:
-    """Return the ranges of slices of a generation batch that share an optimizer step in every pass over it.
-
-    Args:
-        slices: TRL's `steps_per_generation`.
-        passes: TRL's `num_iterations`.
-        accumulated: TRL's `gradient_accumulation_steps`.
-        offset: number of micro-batches of the present optimizer step that came before this generation batch.
-
-    Returns:
-        Consecutive ranges of slices. An epoch's last step may be shorter; it ends with its generation batch.
-    """
-    cuts = {step % slices for step in range(slices * passes) if (offset + step) % accumulated == 0}
-    bounds = [*sorted(cuts | {0}), slices]
-    return [range(begin, end) for begin, end in pairwise(bounds)]
 
 
 def micro_batches(

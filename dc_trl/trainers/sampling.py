@@ -315,13 +315,10 @@ class SamplingTrainer(HookedTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch):
         try:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            return super().training_step(model, inputs, num_items_in_batch)
         finally:
             if self.replay is not None:
                 self.replay.stop()  # not earlier, since gradient checkpointing computes the forward again
-        if self.batches is not None:
-            self.batches.end_micro_batch()
-        return loss
 
     # --- completions of the policy as it is deployed ----------------------------------------------------------------
 
