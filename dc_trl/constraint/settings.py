@@ -106,7 +106,7 @@ class ConstraintSettings:
         "none",
         'How the advantage of a token is weighted by r = π_train/π_inf. "token_truncate" (TIS) clips r, "token_mask" '
         '(MIS) takes 0 outside the bounds; "sequence_truncate", "sequence_mask", "geometric_mask" go by trajectory. '
-        '"icepop", "tv_mask" (DPPO), "ppo_clip", "ppo_clip_by_age", "odds_truncate": see docs/corrections.md. Several '
+        '"icepop", "tv_mask" (DPPO), "ppo_clip", "ppo_clip_by_age": see docs/corrections.md. Several '
         "combine, the first one weighs: [token_truncate, geometric_mask(0.99, 1.01)]. Masked tokens are not in δ̄.",
     )
     rollout_correction_max: Annotated[float | None, Range(above=0, infinite=True)] = setting(

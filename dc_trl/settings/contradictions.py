@@ -122,7 +122,7 @@ _LOSSES_BY_TOKEN = ("cispo", "vespo")
 # Corrections that give all tokens of a trajectory one weight, or none.
 _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric_mask"}
 # Corrections that weigh a token by its own probabilities alone.
-_CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip", "odds_truncate"}
+_CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip"}
 _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
 _ALIGNED = {"deployment_scheme": _has_deployed_forward}
 _ONE = "set one of the two"
@@ -163,7 +163,7 @@ CONTRADICTIONS = (
         "score_centering",
         {"rollout_correction": lambda c: not {*c.correction_names} <= _CORRECTIONS_OF_TOKENS},
         "the mean needs a weight of each token by itself; set 'token_truncate', 'token_mask', 'icepop', 'tv_mask', "
-        "'ppo_clip', 'odds_truncate' or 'none'",
+        "'ppo_clip' or 'none'",
     ),
     Rule("score_centering", {"vllm_importance_sampling_correction": [True]}, f"it would weigh the mean too; {_ONE}"),
     Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"the mean is the whole difference's; {_ONE}"),
