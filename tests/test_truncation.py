@@ -21,7 +21,7 @@ from trl.trainer.utils import add_fused_lm_head
 from dc_trl import DCGRPOTrainer
 from dc_trl.rollouts import truncation
 from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.truncation import Kept, KeptHead, KeptLogProb, named_by_vllm
+from dc_trl.rollouts.truncation import KeptHead, KeptLogProb, Named, named_by_vllm
 
 from . import helpers
 from .helpers import (
@@ -43,9 +43,9 @@ VOCABULARY = 262
 
 
 def kept_of(sets, device="cpu"):
-    """`Kept` of token ids, by completion and position."""
+    """`Named.kept` of token ids, by completion and position."""
     logprobs = [[KeptLogProb(0.0, torch.tensor(ids).int()) if ids else math.nan for ids in row] for row in sets]
-    return Kept.of(logprobs, torch.device(device))
+    return Named.kept(logprobs, torch.device(device))
 
 
 def dense(logits, sets, sampled):

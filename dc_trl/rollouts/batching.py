@@ -29,8 +29,7 @@ _ALONG_PROMPT = ("prompt_ids", "prompt_mask")
 _ALONG_BOTH = ("token_type_ids", "mm_token_type_ids", "routed_experts")
 _ALONG_NONE = (
     *("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "image_position_ids"),
-    *("kept_ids", "kept_counts"),  # these have their own widths, see `Kept`
-    *("named_ids", "named_counts", "named_logps"),  # and see `Named`
+    *("kept_ids", "kept_counts", "named_ids", "named_counts", "named_logps"),  # with widths of their own: `Named`
 )
 
 
