@@ -305,8 +305,6 @@ class DCGRPOTrainer(RunTrainer):
             weights = self.correction(tokens.of_target(args.rollout_correction_target))
             if self._centering is not None:
                 self._centred_weights = weights  # applied with the score, within the loss
-            elif self.loss_type == "vespo":
-                batch["importance_sampling_ratio"] = weights  # VESPO includes them in its ratio of a trajectory
             else:
                 batch["advantages"] = weights * tokens.token_advantages
         if self.model.training and self.completed_passes > 0:
@@ -385,13 +383,6 @@ class DCGRPOTrainer(RunTrainer):
         with torch.no_grad(), self._quantized_self.active():
             logps = super().score_tokens(model, *args, **kwargs)[0]
         return logps if self.logps_among_kept is None else self.logps_among_kept
-
-    def get_gamma_weights(self, advantages, **kwargs):
-        # VESPO weighs a trajectory by the sign of its advantage, which a token's penalty must not change.
-        assert self._loss_inputs is not None
-        if "trajectory_advantages" in self._loss_inputs:
-            advantages = self._loss_inputs["trajectory_advantages"].unsqueeze(1)
-        return super().get_gamma_weights(advantages=advantages, **kwargs)
 
     # --- the generation batch as a whole, and the multiplier --------------------------------------------------------
 

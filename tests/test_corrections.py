@@ -232,14 +232,13 @@ def in_trl(config, bounds, tokenizer, rollouts=None):
 
 @pytest.mark.parametrize(
     ("loss_type", "mode", "steps"),
-    # VESPO takes a ratio of each token, in TRL too. With LUSPO's ratio of a trajectory weights of tokens are refused.
+    # With LUSPO's ratio of a trajectory weights of tokens are refused.
     [
         ("grpo", "token_truncate", ALIGNED),
         ("dapo", "sequence_mask", MISALIGNED),
         ("cispo", "sequence_truncate", ALIGNED),
         ("luspo", "sequence_truncate", MISALIGNED),
-        ("vespo", "token_truncate", ALIGNED),
-        ("vespo", "token_mask", MISALIGNED),
+        ("dr_grpo", "token_mask", MISALIGNED),
     ],
 )
 def test_loss_and_gradients_are_those_of_trls_own_correction(tmp_path, tokenizer, loss_type, mode, steps):

@@ -308,7 +308,7 @@ def test_the_gradient_is_that_of_the_truncated_policy(tmp_path, seen_by_the_loss
 @pytest.mark.parametrize(
     "fields",
     [
-        {"loss_type": "vespo"},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
         {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 3, "num_iterations": 2},
         {"bf16": True, "gradient_checkpointing": True},
         {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
