@@ -296,11 +296,9 @@ class DCGRPOTrainer(RunTrainer):
         tokens = SampledTokens.of(train_logps, infer_logps, loss_mask(batch), batch["advantages"], deployed_logps)
         tokens = tokens._replace(age=self.sampler.age)  # a batch is constrained before the next one is sampled
         if self.form is not None:
-            constrained = self.form(tokens.of_target(args.constraint_target), self.lagrange_multiplier.value)
-            penalty = constrained.penalty
-            batch["trajectory_advantages"] = batch["advantages"]
-            batch["advantages"] = constrained.advantages
-            tokens = tokens._replace(advantages=batch["advantages"])
+            penalty = self.form(tokens.of_target(args.constraint_target))
+            tokens = tokens.penalised(penalty, self.lagrange_multiplier.value)
+            batch["trajectory_advantages"], batch["advantages"] = batch["advantages"], tokens.advantages
         if self.correction is not None:
             weights = self.correction(tokens.of_target(args.rollout_correction_target))
             if self._centering is not None:

@@ -123,10 +123,8 @@ class LengthAwareBatches:
         """Return what `forward` returns for all rows, from several forwards of rows of similar length.
 
         Args:
-            forward: returns `Scored` of tokens as `HookedTrainer.score_tokens` takes them, with the choices of its
-                rows before them.
-            choices: choices of the engine for all rows.
-            input_ids, attention_mask, logits_to_keep, batch_size, options: see `HookedTrainer.score_tokens`.
+            forward: returns `Scored` of the other arguments, for some of the rows.
+            choices: choices of the engine for all rows; for the other arguments see `HookedTrainer.score_tokens`.
         """
         whole = {name: value for name, value in options.items() if isinstance(value, Tensor | list)}
         for part, columns in {"prompt": slice(-logits_to_keep), "completion": slice(-logits_to_keep, None)}.items():
