@@ -200,6 +200,14 @@ class ConstraintSettings:
         """`compared_by` with the value that switches it off, for messages."""
         return f"{self.compared_by}={self._comparisons[str(self.compared_by)]!r}"
 
+    def other_distribution(self, restriction: str, remedy: str) -> str:
+        """Return the refusal of a setting that `rollouts.neutral_sampling.restrictions` yields."""
+        return (
+            f"{restriction} makes the engine sample from a distribution that is not the policy's, or report "
+            f"another's, and {self.comparison} would take that difference for mismatch: {remedy} or "
+            f"{self.without_comparison}."
+        )
+
 
 _BOUND = r"\s*([\d.]+|inf)\s*"
 _PART = re.compile(rf"\s*([\w.:]+)\s*(?:\({_BOUND}(?:,{_BOUND})?\))?\s*")
