@@ -224,11 +224,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             return
         for name, value, remedy in restrictions(self._sampling, corrected=TRUNCATIONS):
             where = " in generation_kwargs" if name in (self.generation_kwargs or {}) else ""
-            raise ValueError(
-                f"{name}={value!r}{where} makes the engine sample from a distribution that is not the policy's, or "
-                f"report another's, and {self.comparison} would take that difference for mismatch: {remedy} or "
-                f"{self.without_comparison}."
-            )
+            raise ValueError(self.other_distribution(f"{name}={value!r}{where}", remedy))
         top_k = self._sampling["top_k"]
         if not self.use_vllm:
             return

@@ -63,6 +63,10 @@ class SampledTokens(NamedTuple):
         assert self.deployed_logps is not None  # settings with this target split the discrepancy
         return self._replace(train_logps=self.deployed_logps)
 
+    def penalised(self, penalty: Tensor, multiplier: float) -> SampledTokens:
+        """Return the tokens with Ã = Â − λ·penalty (arXiv 2606.08779, eq. 8), both of shape (B, T)."""
+        return self._replace(advantages=self.token_advantages - multiplier * penalty)
+
     @property
     def token_advantages(self) -> Tensor:
         """Advantages that broadcast over the tokens, shape (B, 1) or (B, T)."""

@@ -296,17 +296,13 @@ class DCGRPOTrainer(RunTrainer):
         tokens = SampledTokens.of(train_logps, infer_logps, loss_mask(batch), batch["advantages"], deployed_logps)
         tokens = tokens._replace(age=self.sampler.age)  # a batch is constrained before the next one is sampled
         if self.form is not None:
-            constrained = self.form(tokens.of_target(args.constraint_target), self.lagrange_multiplier.value)
-            penalty = constrained.penalty
-            batch["trajectory_advantages"] = batch["advantages"]
-            batch["advantages"] = constrained.advantages
-            tokens = tokens._replace(advantages=batch["advantages"])
+            penalty = self.form(tokens.of_target(args.constraint_target))
+            tokens = tokens.penalised(penalty, self.lagrange_multiplier.value)
+            batch["trajectory_advantages"], batch["advantages"] = batch["advantages"], tokens.advantages
         if self.correction is not None:
             weights = self.correction(tokens.of_target(args.rollout_correction_target))
             if self._centering is not None:
                 self._centred_weights = weights  # applied with the score, within the loss
-            elif self.loss_type == "vespo":
-                batch["importance_sampling_ratio"] = weights  # VESPO includes them in its ratio of a trajectory
             else:
                 batch["advantages"] = weights * tokens.token_advantages
         if self.model.training and self.completed_passes > 0:
@@ -385,13 +381,6 @@ class DCGRPOTrainer(RunTrainer):
         with torch.no_grad(), self._quantized_self.active():
             logps = super().score_tokens(model, *args, **kwargs)[0]
         return logps if self.logps_among_kept is None else self.logps_among_kept
-
-    def get_gamma_weights(self, advantages, **kwargs):
-        # VESPO weighs a trajectory by the sign of its advantage, which a token's penalty must not change.
-        assert self._loss_inputs is not None
-        if "trajectory_advantages" in self._loss_inputs:
-            advantages = self._loss_inputs["trajectory_advantages"].unsqueeze(1)
-        return super().get_gamma_weights(advantages=advantages, **kwargs)
 
     # --- the generation batch as a whole, and the multiplier --------------------------------------------------------
 

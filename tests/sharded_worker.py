@@ -19,7 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 from dc_trl import DCGRPOTrainer
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import deployed_tensors
-from dc_trl.rollouts.truncation import Kept, KeptHead, KeptLogProb
+from dc_trl.rollouts.truncation import KeptHead, KeptLogProb, Named
 
 from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
 
@@ -56,7 +56,7 @@ def score_among_kept(model) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.arange(20, 32).view(2, 6)
     sampled = ids[:, 3:]
     logprobs = [[KeptLogProb(0.0, torch.tensor([7, 8, token], dtype=torch.int32)) for token in row] for row in sampled]
-    kept = Kept.of(logprobs, sampled.device)
+    kept = Named.kept(logprobs, sampled.device)
     with KeptHead(model, kept, sampled, 1.0, False) as head:
         whole = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[:, 2:]
     logps = head.log_probs(whole)

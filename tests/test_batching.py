@@ -11,32 +11,12 @@ from dc_trl.rollouts.batching import (
     Length,
     micro_batches,
     read_tokens,
-    segments,
     take,
     trimmed,
 )
 
 
 lengths = st.lists(st.builds(Length, st.integers(1, 40), st.integers(1, 200)), min_size=1, max_size=24)
-
-
-# --- slices that share an optimizer step
-
-
-@given(
-    slices=st.integers(1, 12),
-    passes=st.integers(1, 3),
-    accumulated=st.integers(1, 9),
-    offset=st.integers(0, 8),
-)
-def test_slices_are_together_where_every_pass_has_them_in_one_step(slices, passes, accumulated, offset):
-    offset %= accumulated
-    steps = [[(offset + turn * slices + index) // accumulated for turn in range(passes)] for index in range(slices)]
-    parts = segments(slices, passes, accumulated, offset)
-    assert [index for part in parts for index in part] == list(range(slices))
-    part_of = {index: number for number, part in enumerate(parts) for index in part}
-    for one, other in itertools.pairwise(range(slices)):
-        assert (part_of[one] == part_of[other]) == (steps[one] == steps[other])
 
 
 # --- forwards

@@ -26,10 +26,11 @@ TOKENS = SampledTokens(TRAIN, INFER, SCORED, ADVANTAGES)
 
 
 def test_the_papers_form_by_hand():
-    made = form_of(ConstraintSettings(constraint="static"))(TOKENS, 2.0)
-    penalty = torch.tensor([[0.1, 0.0, 0.0], [0.25, 0.5, 0.0]])
-    torch.testing.assert_close(made.penalty, penalty)
-    torch.testing.assert_close(made.advantages, torch.tensor([[0.8, 1.0, 1.0], [-1.5, -2.0, -1.0]]))
+    penalty = form_of(ConstraintSettings(constraint="static"))(TOKENS)
+    torch.testing.assert_close(penalty, torch.tensor([[0.1, 0.0, 0.0], [0.25, 0.5, 0.0]]))
+    torch.testing.assert_close(
+        TOKENS.penalised(penalty, 2.0).advantages, torch.tensor([[0.8, 1.0, 1.0], [-1.5, -2.0, -1.0]])
+    )
 
 
 MEASURES = ["prob_diff", "prob_ratio", "log_prob"]
@@ -56,12 +57,11 @@ def test_a_form_follows_the_gradient_of_its_objective(name, measure, logits, eng
     q = engine.softmax(0)
     p = logits.softmax(0)
     form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
-    made = form(SampledTokens(p.log()[None], q.log()[None], torch.ones(1, 5).bool(), torch.zeros(1)), 1.0)
-    torch.testing.assert_close(made.advantages, -made.penalty)
+    made = form(SampledTokens(p.log()[None], q.log()[None], torch.ones(1, 5).bool(), torch.zeros(1)))
     # The policy gradient, with all actions in place of samples: Σ_a π(a)·c(a)·∇log π(a), or with those of the engine.
     policy = logits.clone().requires_grad_()
     sampler = q if name == "log_ratio" else p
-    (sampler * made.penalty[0] * policy.log_softmax(0)).sum().backward()
+    (sampler * made[0] * policy.log_softmax(0)).sum().backward()
 
     def objective(at):
         return OBJECTIVES[name](measure, at.softmax(0), q, p)
@@ -80,7 +80,7 @@ def test_the_coefficients_by_hand():
     def penalty(name, measure):
         form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
         tokens = SampledTokens(train, infer, torch.ones(1, 2).bool(), torch.zeros(1))
-        return form(tokens, 3.0).penalty[0].tolist()
+        return form(tokens)[0].tolist()
 
     assert penalty("quadratic", "prob_diff") == pytest.approx([0.1, -0.25], abs=1e-6)
     assert penalty("quadratic", "prob_ratio") == pytest.approx([0.25 / 0.4, -0.5 / 0.5], abs=1e-6)
@@ -91,16 +91,16 @@ def test_the_coefficients_by_hand():
 def test_level_and_margin_of_a_signed_form():
     settings = {"constraint_form": "quadratic"}
     by_token = form_of(ConstraintSettings(constraint="static", **settings, discrepancy_margin=0.1001))
-    torch.testing.assert_close(by_token(TOKENS, 1.0).penalty, torch.tensor([[0.0, 0, 0], [-0.25, 0.5, 0.0]]))
+    torch.testing.assert_close(by_token(TOKENS), torch.tensor([[0.0, 0, 0], [-0.25, 0.5, 0.0]]))
     by_trajectory = form_of(ConstraintSettings(constraint="static", **settings, discrepancy_level="sequence"))
     expected = torch.tensor([[0.05, 0.05, 0.0], [0.25 / 3] * 3])
-    torch.testing.assert_close(by_trajectory(TOKENS, 1.0).penalty, expected)
+    torch.testing.assert_close(by_trajectory(TOKENS), expected)
 
 
 def test_what_is_only_measured_has_no_form():
     assert form_of(ConstraintSettings(constraint="none")) is None
-    made = form_of(ConstraintSettings(constraint="static", discrepancy_measure="log_prob"))(TOKENS, 1.0)
-    torch.testing.assert_close(made.penalty[1], (TRAIN - INFER)[1].abs())
+    made = form_of(ConstraintSettings(constraint="static", discrepancy_measure="log_prob"))(TOKENS)
+    torch.testing.assert_close(made[1], (TRAIN - INFER)[1].abs())
 
 
 def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():

@@ -39,9 +39,6 @@ HOOKS: dict[str, str] = {
         "compute_aux_loss, pixel_values, image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, "
         "num_tiles, image_sizes, token_type_ids, mm_token_type_ids, image_position_ids)"
     ),
-    "trl.GRPOTrainer.get_gamma_weights": (
-        "(advantages, log_ratio_per_token, mask, importance_sampling_ratio, k_pos, lambda_pos, k_neg, lambda_neg)"
-    ),
     "trl.GRPOTrainer._get_train_sampler": "(self, dataset)",
     "trl.GRPOTrainer._calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
     "trl.GRPOTrainer._prepare_inputs": "(self, generation_batch)",

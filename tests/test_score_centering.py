@@ -9,7 +9,7 @@ from dc_trl.constraint.corrections import CORRECTIONS
 from dc_trl.rollouts import truncation
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.score_centering import ScoreCentering
-from dc_trl.rollouts.truncation import Choices, Kept, KeptLogProb, Named, NamedLogProb
+from dc_trl.rollouts.truncation import Choices, KeptLogProb, Named, NamedLogProb
 
 from .helpers import logged, make_model, make_trainer
 
@@ -79,7 +79,9 @@ def test_the_mean_score_is_that_of_a_sum_over_the_vocabulary(policy, batch, name
 def named_tokens(log_q, tokens):
     """`Named` with these tokens of each position, shape (B, T, n), as vLLM would name them."""
     rows = zip(tokens.int(), log_q.gather(-1, tokens), strict=True)
-    return Named.of([[NamedLogProb(0.0, *of) for of in zip(*row, strict=True)] for row in rows], torch.device("cpu"))
+    return Named.most_probable(
+        [[NamedLogProb(0.0, *of) for of in zip(*row, strict=True)] for row in rows], torch.device("cpu")
+    )
 
 
 CORRECTED = {
@@ -191,7 +193,7 @@ def test_under_truncated_sampling_both_distributions_are_those_of_the_kept_token
         for row in range(3)
     ]
     device = torch.device("cpu")
-    choices = Choices(Kept.of(named, device), named=Named.of(named, device) if by_vllm else None)
+    choices = Choices(Named.kept(named, device), named=Named.most_probable(named, device) if by_vllm else None)
     centre = centering(ids, mask, WIDTH, torch.ones(3), choices)
     kept_p = log_p.masked_fill(~support, -torch.inf).log_softmax(-1).where(support, 0.0)
     q = of_kept.exp()

@@ -503,7 +503,7 @@ def token_gradients(tmp_path, tokenizer, monkeypatch, **fields):
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "cispo", "vespo")),
+        *({"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "cispo")),
         {"loss_type": "cispo", "importance_sampling_level": "sequence"},
     ],
 )
@@ -522,19 +522,3 @@ def test_the_gradient_of_the_penalty_is_each_tokens_own(tmp_path, tokenizer, mon
     assert (plain["advantages"].abs() > 1e-3).all()
     assert 0 < (penalty > 0).sum() < plain["completion_mask"].sum()
     torch.testing.assert_close(found - without, share * penalty, rtol=1e-3, atol=1e-8)
-
-
-def test_vespo_weighs_trajectories_by_the_sign_of_their_own_advantage(tmp_path, tokenizer, monkeypatch):
-    seen = []
-    weights = GRPOTrainer.get_gamma_weights
-    monkeypatch.setattr(
-        GRPOTrainer,
-        "get_gamma_weights",
-        staticmethod(lambda advantages, **kwargs: seen.append(advantages) or weights(advantages=advantages, **kwargs)),
-    )
-    for weight in (0.0, 1.0):
-        options = {"loss_type": "vespo", "constraint": "static", "lambda_init": weight, "max_steps": 1}
-        make_trainer(make_config(tmp_path, **options, **MISALIGNED), tokenizer, Rollouts()).train()
-    without, penalised = seen
-    assert penalised.shape == (4, 1)
-    assert torch.equal(penalised, without)

@@ -21,7 +21,7 @@ from trl.trainer.utils import add_fused_lm_head
 from dc_trl import DCGRPOTrainer
 from dc_trl.rollouts import truncation
 from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.truncation import Kept, KeptHead, KeptLogProb, named_by_vllm
+from dc_trl.rollouts.truncation import KeptHead, KeptLogProb, Named, named_by_vllm
 
 from . import helpers
 from .helpers import (
@@ -43,9 +43,9 @@ VOCABULARY = 262
 
 
 def kept_of(sets, device="cpu"):
-    """`Kept` of token ids, by completion and position."""
+    """`Named.kept` of token ids, by completion and position."""
     logprobs = [[KeptLogProb(0.0, torch.tensor(ids).int()) if ids else math.nan for ids in row] for row in sets]
-    return Kept.of(logprobs, torch.device(device))
+    return Named.kept(logprobs, torch.device(device))
 
 
 def dense(logits, sets, sampled):
@@ -308,7 +308,7 @@ def test_the_gradient_is_that_of_the_truncated_policy(tmp_path, seen_by_the_loss
 @pytest.mark.parametrize(
     "fields",
     [
-        {"loss_type": "vespo"},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
         {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 3, "num_iterations": 2},
         {"bf16": True, "gradient_checkpointing": True},
         {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},

@@ -63,11 +63,7 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
         refuse(self, CONTRADICTIONS)
         if self.compared_by is not None:
             for name, value, remedy in restrictions(self._sampling):
-                raise ValueError(
-                    f"{name}={value!r} makes the engine sample from a distribution that is not the policy's, and "
-                    f"{self.comparison} would take that difference for mismatch: {remedy} or "
-                    f"{self.without_comparison}."
-                )
+                raise ValueError(self.other_distribution(f"{name}={value!r}", remedy))
         elif self.truncations:
             logger.warning(truncation_warning(self._sampling, "AsyncGRPO knows none, so sample without truncation"))
         if warning := lag_warning(self, "the asynchronous sampler of AsyncGRPO"):

@@ -68,19 +68,11 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     Args:
         model: Hub id or directory of the causal language model to train, which the server serves too.
-        reward_funcs: functions that take prompts, completions and the data set's other columns, and return one reward
-            for each completion. They run in a separate process, so they must be picklable. May be omitted if an
-            environment gives the reward.
+        reward_funcs, tools: functions as in [`~dc_trl.DCGRPOTrainer`]. They run in a separate process, so they must be
+            picklable.
         args: by default a configuration named after the model.
-        train_dataset: rows with a `prompt`, plain or conversational. May be omitted if an environment gives the
-            prompts.
-        processing_class: tokenizer that pads on the left; by default the model's.
-        callbacks: callbacks to add to the trainer's own.
-        optimizers: optimizer and scheduler; by default those that `args` describes.
-        peft_config: the adapter to train in place of the model's weights.
-        tools: typed, documented and picklable functions that the policy may call while it generates.
-        environment_factory: creates an environment for each rollout. Its methods are tools, and it may give prompts
-            and rewards.
+        train_dataset, processing_class, callbacks, optimizers, peft_config, environment_factory: as in
+            [`~dc_trl.DCGRPOTrainer`].
         rollout_worker: the object that samples and scores, with the methods of TRL's `RolloutWorkerProtocol`; by
             default TRL's own process.
         weight_transfer: the object that sends weights to the server, with the methods of TRL's
@@ -229,8 +221,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         penalty = weights = None
         multiplier = self.lagrange_multiplier.value
         if self.form is not None:
-            constrained = self.form(tokens.of_target(self.args.constraint_target), multiplier)
-            tokens, penalty = tokens._replace(advantages=constrained.advantages), constrained.penalty
+            penalty = self.form(tokens.of_target(self.args.constraint_target))
+            tokens = tokens.penalised(penalty, multiplier)
         ratio = bounded_log_ratio(train_logps, infer_logps).exp()
         if self.correction is not None:
             kept = self.correction(tokens.of_target(self.args.rollout_correction_target)) > 0

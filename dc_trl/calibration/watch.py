@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..rollouts.neutral_sampling import SERVER_DEFAULTS
-from ..serving.answers import require_rollout
 from ..serving.connection import Connection
 from ..serving.errors import ServerRefusedError
 from .causes import disturb
@@ -121,8 +120,7 @@ def look(
     body = {"model": name, **SERVER_DEFAULTS, "max_tokens": settings.max_tokens, "temperature": 1.0}
     body |= {"logprobs": min(named, vocabulary), "return_token_ids": True, "return_tokens_as_token_ids": True}
     bodies = [body | {"prompt": ids, "seed": settings.seed + at} for at, ids in enumerate(prompts)]
-    answers = zip(bodies, connection.post_all("/v1/completions", bodies), strict=True)
-    choices = [require_rollout(*pair, connection.url, vocabulary)[0] for pair in answers]
+    choices = connection.complete_all(bodies, vocabulary)
     rollouts, train, variation, flips = [], [], [], []
     for at, choice in enumerate(choices):
         ids, logprobs = choice["token_ids"], choice["logprobs"]

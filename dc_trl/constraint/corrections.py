@@ -123,20 +123,6 @@ def ppo_clip_by_age(tokens: SampledTokens, lower: float = 0.76, upper: float = 1
     return ppo_clip(tokens, *((1 - share) + share * bound for bound in (lower, upper)))
 
 
-def odds_truncate(tokens: SampledTokens, lower: float = 0.0, upper: float = 2.0) -> Tensor:
-    """Return r, clipped where the odds ratio π(1 − q)/(q(1 − π)) passes a bound (after arXiv 2609.32444).
-
-    The odds ratio is C where r = 1/(q + (1 − q)/C), with q = π_inf. So a token of which the sampler was sure is held
-    near 1, and a rare one near C. That the weight remains the ratio, and C = 2, are our reading of the abstract.
-    """
-    _, infer = tokens.detached_logps
-    q = infer.where(tokens.scored, 0.0).exp()
-    most = 1 / (q + (1 - q) / upper)
-    # 0/0 where q = 1 and the bound is 0, or 0 in this precision: such a token has no odds, and stays at 1.
-    least = 1 / (q + ((1 - q) / lower).nan_to_num(0.0, posinf=torch.inf)) if lower > 0 else torch.zeros_like(q)
-    return _bounded_exp(tokens.log_ratio).clamp(min=least, max=most)
-
-
 _ALL = (
     token_truncate,
     token_mask,
@@ -147,10 +133,9 @@ _ALL = (
     tv_mask,
     ppo_clip,
     ppo_clip_by_age,
-    odds_truncate,
 )
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {function.__name__: function for function in _ALL}
-_TRUNCATIONS = ("token_truncate", "sequence_truncate", "odds_truncate")  # which give no token the weight 0
+_TRUNCATIONS = ("token_truncate", "sequence_truncate")  # which give no token the weight 0
 
 
 def correction_of(settings: ConstraintSettings) -> Correction | None:

@@ -20,7 +20,7 @@ A user's own function has the signature of `quadratic` and is named `module:func
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -35,21 +35,9 @@ from .settings import ConstraintSettings, Measure
 PROBABILITY_FLOOR = 1e-3
 
 
-class Constrained(NamedTuple):
-    """Result of a form for a micro-batch.
-
-    Args:
-        advantages: advantage of each token, shape (B, T).
-        penalty: what λ was multiplied with in the advantages, shape (B, T), 0 at unscored tokens; for the statistics.
-    """
-
-    advantages: Tensor
-    penalty: Tensor
-
-
-# A form with its settings: of the sampled tokens, whose log π_train is from before the first optimizer step on the
-# batch and whose advantages are those of trajectories, shape (B,), and of λ ≥ 0.
-Form: TypeAlias = Callable[[SampledTokens, float], Constrained]
+# A form with its settings: the penalty of each sampled token, shape (B, T), 0 at unscored tokens, for
+# `SampledTokens.penalised`. Their log π_train is from before the first optimizer step on the batch.
+Form: TypeAlias = Callable[[SampledTokens], Tensor]
 # The coefficient of each token, shape (B, T), without a gradient.
 Coefficient = Callable[..., Tensor]  # (tokens: SampledTokens, measure: Measure)
 
@@ -97,7 +85,7 @@ def coefficient_of(settings: ConstraintSettings) -> Coefficient:
 
 
 def form_of(settings: ConstraintSettings) -> Form | None:
-    """Return the form that the settings ask for, Ã = Â − λ·coefficient; None where δ is only measured.
+    """Return the form that the settings ask for; None where δ is only measured.
 
     The settings give the measure of δ and D, whether a token has its own coefficient or its trajectory's mean, and the
     δ up to which a token is not penalised (see `discrepancy_penalty`).
@@ -106,7 +94,7 @@ def form_of(settings: ConstraintSettings) -> Form | None:
         return None
     coefficient, measure = coefficient_of(settings), settings.discrepancy_measure
 
-    def form(tokens: SampledTokens, multiplier: float) -> Constrained:
+    def form(tokens: SampledTokens) -> Tensor:
         delta = injected(tokens, measure)
         coefficients = delta if coefficient is injected else coefficient(tokens, measure=measure)
         if coefficients.shape != delta.shape:
@@ -114,9 +102,8 @@ def form_of(settings: ConstraintSettings) -> Form | None:
                 f"constraint_form={settings.constraint_form!r} returned shape {tuple(coefficients.shape)} for tokens "
                 f"of shape {tuple(delta.shape)}: return a coefficient for each token."
             )
-        penalty = discrepancy_penalty(
+        return discrepancy_penalty(
             delta, tokens.scored, settings.discrepancy_level, settings.discrepancy_margin, coefficients
         )
-        return Constrained(tokens.token_advantages - multiplier * penalty, penalty)
 
     return form

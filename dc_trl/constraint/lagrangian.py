@@ -14,9 +14,8 @@ class LagrangeMultiplier:
     After iteration k, λ_{k+1} = Π_[λ_min, λ_max]( λ_k + η_λ (δ̄_k − ε) ), where δ̄_k is the mean discrepancy of the
     iteration, or of the last ``window`` iterations (the paper's dynamic buffer). This is ``dual="paper"``.
 
-    ``"auto"`` takes the relative violation v_k = min(δ̄_k/ε − 1, 1) in place of δ̄_k − ε: it has no unit, and a step is
-    at most η_λ. ``"pid"`` (arXiv 2007.03964) moves an integral I in this way, and
-    λ_{k+1} = Π( I_{k+1} + K_P v_k + K_D max(v_k − v_{k−1}, 0) ).
+    ``"auto"`` takes the relative violation min(δ̄_k/ε − 1, 1) in place of δ̄_k − ε: it has no unit, and a step is at
+    most η_λ.
 
     Args:
         init: λ_0, within [minimum, maximum].
@@ -27,8 +26,7 @@ class LagrangeMultiplier:
         maximum: λ_max ≥ λ_min. The paper's penalty only pushes sampled tokens down, which can itself raise the
             discrepancy, so an unbounded λ can run away.
         window: number of iterations that δ̄ is averaged over, ≥ 1.
-        dual: ``"paper"``, ``"auto"`` or ``"pid"``, see above. The latter two need a tolerance above 0.
-        proportional, derivative: K_P ≥ 0 and K_D ≥ 0 of ``"pid"``, in units of λ.
+        dual: ``"paper"``, or ``"auto"``, which needs a tolerance above 0; see above.
 
     Attributes:
         tolerance (`float` or `None`): ε; `None` until ``"auto"`` has found it.
@@ -43,8 +41,6 @@ class LagrangeMultiplier:
         maximum: float = 1.0,
         window: int = 1,
         dual: DualAscent = "paper",
-        proportional: float = 0.0,
-        derivative: float = 0.0,
     ):
         self.lr = lr
         self.tolerance = None if tolerance == "auto" else tolerance
@@ -52,9 +48,7 @@ class LagrangeMultiplier:
         self.maximum = maximum
         self._dual = dual
         self._of: list[str] | None = None  # what λ multiplies and what moves it, where a run's settings say so
-        self._gains = (proportional, derivative)
-        self._value = self._integral = float(init)
-        self._violation: float | None = None  # the latest one
+        self._value = float(init)
         self._recent: deque[float] = deque(maxlen=window)
         # δ̄ of the iterations that ε is computed from; None where ε is given.
         self._observed: list[float] | None = [] if tolerance == "auto" else None
@@ -70,8 +64,6 @@ class LagrangeMultiplier:
             maximum=settings.lambda_max,
             window=settings.dual_window,
             dual=settings.dual,
-            proportional=settings.lambda_kp or 0.0,
-            derivative=settings.lambda_kd or 0.0,
         )
         names = ("constraint", "constraint_form", "discrepancy_measure", "constraint_target")
         multiplier._of = [getattr(settings, name) for name in names]
@@ -98,16 +90,10 @@ class LagrangeMultiplier:
             return self._value
         self._recent.append(float(mean_discrepancy))
         violation = math.fsum(self._recent) / len(self._recent) - self.tolerance
-        if self._dual != "paper":
+        if self._dual == "auto":
             # "auto" finds ε = 0 where the engines never differed: any difference then violates it.
             violation = min(violation / self.tolerance, 1.0) if self.tolerance else float(violation > 0)
-        self._integral = self._projected(self._integral + self.lr * violation)
-        self._value = self._integral
-        if self._dual == "pid":
-            rise = 0.0 if self._violation is None else max(violation - self._violation, 0.0)
-            proportional, derivative = self._gains
-            self._value = self._projected(self._integral + proportional * violation + derivative * rise)
-        self._violation = violation
+        self._value = self._projected(self._value + self.lr * violation)
         return self._value
 
     def _projected(self, value: float) -> float:
@@ -115,8 +101,7 @@ class LagrangeMultiplier:
 
     def state_dict(self) -> dict[str, Any]:
         """Return λ, the window's discrepancies and those that ε is computed from, as JSON values, without settings."""
-        pid = {"integral": self._integral, "violation": self._violation}
-        return {"value": self._value, "recent": list(self._recent), "observed": self._observed, "of": self._of} | pid
+        return {"value": self._value, "recent": list(self._recent), "observed": self._observed, "of": self._of}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict()``. λ is projected onto the present bounds, and the window keeps its latest.
@@ -126,8 +111,6 @@ class LagrangeMultiplier:
         if self._of is not None and (self._of[0] != "lagrangian" or state_dict.get("of", self._of) != self._of):
             return
         self._value = self._projected(float(state_dict["value"]))
-        self._integral = self._projected(float(state_dict["integral"]))
-        self._violation = state_dict["violation"]
         self._recent = deque(map(float, state_dict["recent"]), maxlen=self._recent.maxlen)
         if self._observed is not None:
             self._observed = list(state_dict["observed"] or [])

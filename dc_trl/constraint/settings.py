@@ -13,7 +13,7 @@ from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
 Measure = Literal["prob_diff", "prob_ratio", "log_prob", "squared_log_ratio"]
 # Part of the difference between the engines that a remedy acts on.
 Target = Literal["all", "lag"]
-DualAscent = Literal["paper", "auto", "pid"]
+DualAscent = Literal["paper", "auto"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
@@ -85,8 +85,7 @@ class ConstraintSettings:
     dual: DualAscent = setting(
         "paper",
         'How constraint="lagrangian" moves λ. "paper" adds η_λ (δ̄ − ε) (arXiv 2606.08779, eq. 11). "auto" adds '
-        'η_λ (δ̄/ε − 1), at most η_λ, which has no unit. "pid" sums the same violations, and adds lambda_kp times the '
-        "present one and lambda_kd times its rise (PID Lagrangian, arXiv 2007.03964).",
+        "η_λ (δ̄/ε − 1), at most η_λ, which has no unit.",
     )
     lambda_init: Annotated[float, AT_LEAST_0] = setting(
         None,
@@ -103,17 +102,11 @@ class ConstraintSettings:
         None,
         "Upper bound of λ. If it is not set: 1 where lambda_init is 0.1 or 0.05 by default, otherwise four times it.",
     )
-    lambda_kp: Annotated[float, AT_LEAST_0] = setting(
-        None, "Weight of the present violation with dual='pid'. If it is not set: lambda_lr."
-    )
-    lambda_kd: Annotated[float, AT_LEAST_0] = setting(
-        None, "Weight of a rise of the violation with dual='pid'. If it is not set: lambda_lr."
-    )
     rollout_correction: str = setting(
         "none",
         'How the advantage of a token is weighted by r = π_train/π_inf. "token_truncate" (TIS) clips r, "token_mask" '
         '(MIS) takes 0 outside the bounds; "sequence_truncate", "sequence_mask", "geometric_mask" go by trajectory. '
-        '"icepop", "tv_mask" (DPPO), "ppo_clip", "ppo_clip_by_age", "odds_truncate": see docs/corrections.md. Several '
+        '"icepop", "tv_mask" (DPPO), "ppo_clip", "ppo_clip_by_age": see docs/corrections.md. Several '
         "combine, the first one weighs: [token_truncate, geometric_mask(0.99, 1.01)]. Masked tokens are not in δ̄.",
     )
     rollout_correction_max: Annotated[float | None, Range(above=0, infinite=True)] = setting(
@@ -165,9 +158,6 @@ class ConstraintSettings:
             "lambda_max": maximum,
             "lambda_lr": 1.0 if self.dual == "paper" else init / 10,
         }
-        if self.dual == "pid":
-            rate = defaults["lambda_lr"] if self.lambda_lr is None else self.lambda_lr
-            defaults |= {"lambda_kp": rate, "lambda_kd": rate}
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -209,6 +199,14 @@ class ConstraintSettings:
     def without_comparison(self) -> str:
         """`compared_by` with the value that switches it off, for messages."""
         return f"{self.compared_by}={self._comparisons[str(self.compared_by)]!r}"
+
+    def other_distribution(self, restriction: str, remedy: str) -> str:
+        """Return the refusal of a setting that `rollouts.neutral_sampling.restrictions` yields."""
+        return (
+            f"{restriction} makes the engine sample from a distribution that is not the policy's, or report "
+            f"another's, and {self.comparison} would take that difference for mismatch: {remedy} or "
+            f"{self.without_comparison}."
+        )
 
 
 _BOUND = r"\s*([\d.]+|inf)\s*"

@@ -6,7 +6,6 @@ optimizer step, and cut to the longest of their own forward. These functions use
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,26 +29,8 @@ _ALONG_PROMPT = ("prompt_ids", "prompt_mask")
 _ALONG_BOTH = ("token_type_ids", "mm_token_type_ids", "routed_experts")
 _ALONG_NONE = (
     *("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "image_position_ids"),
-    *("kept_ids", "kept_counts"),  # these have their own widths, see `Kept`
-    *("named_ids", "named_counts", "named_logps"),  # and see `Named`
+    *("kept_ids", "kept_counts", "named_ids", "named_counts", "named_logps"),  # with widths of their own: `Named`
 )
-
-
-def segments(slices: int, passes: int, accumulated: int, offset: int = 0) -> list[range]:
-    """Return the ranges of slices of a generation batch that share an optimizer step in every pass over it.
-
-    Args:
-        slices: TRL's `steps_per_generation`.
-        passes: TRL's `num_iterations`.
-        accumulated: TRL's `gradient_accumulation_steps`.
-        offset: number of micro-batches of the present optimizer step that came before this generation batch.
-
-    Returns:
-        Consecutive ranges of slices. An epoch's last step may be shorter; it ends with its generation batch.
-    """
-    cuts = {step % slices for step in range(slices * passes) if (offset + step) % accumulated == 0}
-    bounds = [*sorted(cuts | {0}), slices]
-    return [range(begin, end) for begin, end in pairwise(bounds)]
 
 
 def micro_batches(

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from ..quantization.schemes import FP8_CACHE, RESEARCH_BITS, SCHEMES, SERVED_SCHEMES
-from ..serving.answers import require_rollout
 from ..serving.background import all_of, in_event_loop
 from ..serving.client import require_loaded
 from ..serving.connection import Connection, Patience
@@ -249,12 +248,7 @@ class ServerEngine:
             "return_token_ids": True,  # they identify the prompt of an answer, and give its length
         }
         connection = self._connection
-
-        async def ask() -> list[dict[str, Any]]:
-            answer = await connection.arequest("POST", "/v1/completions", json=body)
-            return require_rollout(body, answer, connection.url, self._vocabulary)
-
-        (choice,) = await connection.apersist(ask)
+        (choice,) = await connection.apersist(lambda: connection.complete(body, self._vocabulary))
         if self.disclosed.weight_version is not None:
             # After each completion, because it is stored at once and has to be from these weights.
             held = await connection.apersist(lambda: connection.arequest("GET", "/weight_info"))

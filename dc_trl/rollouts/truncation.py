@@ -116,15 +116,21 @@ def _named_by_vllm(
 
 
 class Named(NamedTuple):
-    """Tokens that the engine named for a batch of completions, with their log-probabilities."""
+    """Tokens that the engine named for a batch of completions: those that it kept, or its most probable ones."""
 
     ids: Tensor  # (batch, width), int32: the named tokens of a completion, position by position, then -1
-    counts: Tensor  # (batch, positions), int32: number of named tokens at a position
-    logps: Tensor  # (batch, width), float32, nats: log-probabilities of `ids`, then 0
+    counts: Tensor  # (batch, positions), int32: number of named tokens at a position; 0 where nothing was truncated
+    logps: Tensor | None = None  # (batch, width), float32, nats: log-probabilities of `ids`, then 0; of the latter
 
     @classmethod
-    def of(cls, logprobs: _LogProbs, device: torch.device) -> "Named":
-        """Return the named tokens from the log-probabilities of completions.
+    def kept(cls, logprobs: _LogProbs, device: torch.device) -> "Named | None":
+        """Return the kept tokens from the log-probabilities of completions; None where none is a `KeptLogProb`."""
+        named = _named(logprobs)
+        return None if named is None else cls(*(each.to(device) for each in named))
+
+    @classmethod
+    def most_probable(cls, logprobs: _LogProbs, device: torch.device) -> "Named":
+        """Return the most probable tokens and their log-probabilities from the log-probabilities of completions.
 
         Raises:
             ValueError: no log-probability is a `NamedLogProb` with the log-probabilities of its tokens.
@@ -149,21 +155,6 @@ def padded_logps(logprobs: list[list[float | None]]) -> Tensor:
 def reported_logps(logprobs: list[list[float | None]]) -> list[list[float | None]]:
     """Return log-probabilities of completions as the engine reports them, see `KeptLogProb`."""
     return [[value.reported if isinstance(value, KeptLogProb) else value for value in row] for row in logprobs]
-
-
-class Kept(NamedTuple):
-    """The tokens that the engine kept for a batch of completions."""
-
-    ids: Tensor  # (batch, width), int32: the kept tokens of a completion, position by position, then -1
-    counts: Tensor  # (batch, positions), int32: number of kept tokens at a position; 0 where nothing was truncated
-
-    @classmethod
-    def of(cls, logprobs: _LogProbs, device: torch.device) -> "Kept | None":
-        """Return the kept tokens from the log-probabilities of completions; None where none is a `KeptLogProb`."""
-        named = _named(logprobs)
-        if named is None:
-            return None
-        return cls(*(each.to(device) for each in named))
 
 
 def _named(logprobs: _LogProbs) -> tuple[Tensor, Tensor] | None:
@@ -205,13 +196,13 @@ def tiles_of(hidden: Tensor, width: int, vocabulary: int) -> tuple[Tensor, ...]:
     return hidden[:, -width - 1 : -1].flatten(0, 1).split(max(1, _TILE // vocabulary))
 
 
-def tiled(tokens: Kept | Named | None, width: int, size: int, count: int) -> list[TileTokens | None]:
+def tiled(tokens: Named | None, width: int, size: int, count: int) -> list[TileTokens | None]:
     """Return the tokens at the positions of each of `count` tiles of `size` positions of the flattened batch."""
     if tokens is None:
         return [None] * count
     positions, ids = flat(tokens, width)
     sizes = torch.bincount(positions // size, minlength=count).tolist()  # the positions ascend
-    logps = tokens.logps[tokens.ids >= 0].split(sizes) if isinstance(tokens, Named) else [None] * count
+    logps = [None] * count if tokens.logps is None else tokens.logps[tokens.ids >= 0].split(sizes)
     return list(map(TileTokens, (positions % size).split(sizes), ids.split(sizes), logps))
 
 
@@ -234,7 +225,7 @@ class KeptHead:
     def __init__(
         self,
         model: PreTrainedModel,
-        kept: Kept,
+        kept: Named,
         completion_ids: Tensor,
         temperature: float,
         in_float32: bool,
@@ -280,7 +271,7 @@ class KeptHead:
         )
         tiles = tiles_of(hidden.to(dtype), sampled.shape[1], len(head.weight))
         size = len(tiles[0])
-        kept = tiled(Kept(*(each[rows] for each in self._kept)), sampled.shape[1], size, len(tiles))
+        kept = tiled(Named(self._kept.ids[rows], self._kept.counts[rows]), sampled.shape[1], size, len(tiles))
         scored = [
             checkpoint(self._among, weight, bias, *tile, use_reentrant=False)
             for tile in zip(tiles, kept, sampled.flatten().split(size), strict=True)
@@ -311,7 +302,7 @@ class Choices(NamedTuple):
         named: the most probable tokens that vLLM named, for score centering; None without it.
     """
 
-    kept: Kept | None = None
+    kept: Named | None = None
     routes: Tensor | None = None
     kept_logps: Tensor | None = None
     named: Named | None = None
@@ -319,7 +310,7 @@ class Choices(NamedTuple):
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> "Choices":
         """Return the choices that `in_batch` added to a batch."""
-        kept = Kept(batch[_KEPT_IDS], batch[_KEPT_COUNTS]) if _KEPT_IDS in batch else None
+        kept = Named(batch[_KEPT_IDS], batch[_KEPT_COUNTS]) if _KEPT_IDS in batch else None
         named = Named(*(batch[key] for key in _NAMED)) if _NAMED[0] in batch else None
         return cls(kept, batch.get(_ROUTES), batch.get(_KEPT_LOGPS), named)
 
@@ -340,7 +331,7 @@ def _padded(rows: list[Tensor], value: float) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
 
-def flat(kept: Kept | Named, width: int) -> tuple[Tensor, Tensor]:
+def flat(kept: Named, width: int) -> tuple[Tensor, Tensor]:
     """Return the positions in the flattened batch (row · width + column) and the ids of all tokens: int64, (all,)."""
     rows, columns = kept.counts.shape
     starts = torch.arange(rows, device=kept.ids.device)[:, None] * width

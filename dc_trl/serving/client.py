@@ -9,7 +9,6 @@ import torch
 from transformers import PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
-from .answers import require_rollout
 from .background import in_coroutine, pause
 from .connection import ONE_TRY, Connection, Patience, wait_until_one_is_up
 from .errors import ServerError, ServerRefusedError, ServerUnavailableError
@@ -175,10 +174,9 @@ class ServerClient(RolloutClient):
         path = url.removeprefix(self.base_url)
         if path == "/v1/completions":
             # Each prompt is a separate request, since only a request can have a seed.
-            requests = self.seeds.requests(kwargs["json"])
-            answers = zip(requests, self.connection.post_all(path, requests), strict=True)
-            read = [require_rollout(*pair, self.base_url, self.vocabulary) for pair in answers]
-            return self._take_choices([choice for choices in read for choice in choices])
+            return self._take_choices(
+                self.connection.complete_all(self.seeds.requests(kwargs["json"]), self.vocabulary)
+            )
         return self.connection.request("POST", path, **kwargs)
 
     # --- rollouts ---------------------------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
 
 import httpx
 import psutil
 
-from .answers import MALFORMED
+from .answers import MALFORMED, require_rollout
 from .background import all_of, in_coroutine, pause
 from .errors import ServerAnswerError, ServerError, ServerRefusedError, ServerUnavailableError
 
@@ -125,15 +126,20 @@ class Connection:
         """
         return in_coroutine(self.arequest(method, path, **kwargs))
 
-    def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the answers to several concurrent requests; if one fails, the others are abandoned."""
+    async def complete(self, body: dict[str, Any], vocabulary: int | None) -> list[dict[str, Any]]:
+        """Return the completions that answer a body for /v1/completions; see `require_rollout`."""
+        answer = await self.arequest("POST", "/v1/completions", json=body)
+        return require_rollout(body, answer, self.url, vocabulary)
+
+    def complete_all(self, bodies: Sequence[dict[str, Any]], vocabulary: int | None) -> list[dict[str, Any]]:
+        """Return the completions of several concurrent requests in their order; if one fails, the others are ended."""
         room = asyncio.Semaphore(MAX_CONCURRENT)
 
-        async def ask(body: dict[str, Any]) -> dict[str, Any]:
+        async def ask(body: dict[str, Any]) -> list[dict[str, Any]]:
             async with room:
-                return await self.arequest("POST", path, json=body)
+                return await self.complete(body, vocabulary)
 
-        return in_coroutine(all_of(map(ask, bodies)))
+        return list(chain.from_iterable(in_coroutine(all_of(map(ask, bodies)))))
 
     async def arequest(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """Send a request as `request` does, in an event loop."""

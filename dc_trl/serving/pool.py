@@ -8,7 +8,6 @@ from functools import partial
 from itertools import cycle
 from typing import Any, TypeVar
 
-from .answers import require_rollout
 from .background import all_of, in_coroutine, in_thread
 from .client import RolloutClient, ServerClient, Weights
 from .connection import MAX_CONCURRENT, Deadline, Patience, persist
@@ -42,15 +41,13 @@ class PooledServer:
                 # A lost server may have loaded weights without an answer.
                 self.client.hold(weights, reload=self.lost is not None)
 
-    async def complete(self, request: dict[str, Any], weights: Weights | None) -> dict[str, Any]:
-        """Return the answer to a request, if it is from the weights."""
-        connection = self.client.connection
-        body = request | {"model": self.client.model}
-        answer = await connection.arequest("POST", "/v1/completions", json=body)
-        answer["choices"] = require_rollout(body, answer, self.url, self.client.vocabulary)
+    async def complete(self, request: dict[str, Any], weights: Weights | None) -> list[dict[str, Any]]:
+        """Return the completions that answer a request, if they are from the weights."""
+        client = self.client
+        choices = await client.connection.complete(request | {"model": client.model}, client.vocabulary)
         if weights is not None:
-            self.client.require_version(await self.client.aweight_version(), weights)
-        return answer
+            client.require_version(await client.aweight_version(), weights)
+        return choices
 
 
 class ServerPool(RolloutClient):
@@ -147,8 +144,7 @@ class ServerPool(RolloutClient):
         body = kwargs["json"]
         requests = self.seeds.requests(body)
         self.seeds.forget()
-        answers: list[dict[str, Any] | None] = [None] * len(requests)
-
+        answers: list[list[dict[str, Any]] | None] = [None] * len(requests)
         room = asyncio.Semaphore(MAX_CONCURRENT)
 
         async def ask(server: PooledServer, number: int) -> None:
@@ -171,7 +167,7 @@ class ServerPool(RolloutClient):
                     in_coroutine(all_of(map(ask, cycle(living), left)))
 
         self._persist(go_on)
-        return self._take_choices([choice for answer in answers if answer is not None for choice in answer["choices"]])
+        return self._take_choices([choice for choices in answers if choices is not None for choice in choices])
 
 
 def meet_all(urls: Sequence[str], meet: Callable[[str], T]) -> list[T]:

@@ -50,6 +50,11 @@ def _steps_within_batch(settings: Any) -> bool:
     return settings.gradient_accumulation_steps % (settings.steps_per_generation * settings.num_iterations) != 0
 
 
+def _multiplies_ratio(settings: Any) -> bool:
+    # The loss of CISPO multiplies log π_train of each token, the others the ratio, which a trajectory may have one of.
+    return settings.loss_type != "cispo"
+
+
 def _has_deployed_forward(settings: Any) -> bool:
     # Only one of the two configurations can train through it.
     return settings.split_by is not None or vars(settings).get("train_through_quantization", False)
@@ -116,16 +121,14 @@ def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", reme
                 raise ValueError(f"{name}={value!r} {f'{verb} {others}'.strip()}: {remedy}{rule.remedy}.")
 
 
-# The losses of CISPO and VESPO multiply log π_train of each token; the others multiply the ratio, which a trajectory
-# may have one of.
-_LOSSES_BY_TOKEN = ("cispo", "vespo")
 # Corrections that give all tokens of a trajectory one weight, or none.
 _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric_mask"}
 # Corrections that weigh a token by its own probabilities alone.
-_CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip", "odds_truncate"}
+_CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip"}
 _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
 _ALIGNED = {"deployment_scheme": _has_deployed_forward}
 _ONE = "set one of the two"
+_VESPO = "VESPO weighs a trajectory by its own advantage and ratio; set another loss_type, or 'none'"
 
 CONTRADICTIONS = (
     Rule(
@@ -163,25 +166,16 @@ CONTRADICTIONS = (
         "score_centering",
         {"rollout_correction": lambda c: not {*c.correction_names} <= _CORRECTIONS_OF_TOKENS},
         "the mean needs a weight of each token by itself; set 'token_truncate', 'token_mask', 'icepop', 'tv_mask', "
-        "'ppo_clip', 'odds_truncate' or 'none'",
+        "'ppo_clip' or 'none'",
     ),
     Rule("score_centering", {"vllm_importance_sampling_correction": [True]}, f"it would weigh the mean too; {_ONE}"),
     Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"the mean is the whole difference's; {_ONE}"),
-    Rule(
-        "score_centering",
-        {"loss_type": ["vespo"], "rollout_correction": lambda c: c.rollout_correction != "none"},
-        "set rollout_correction='none' or another loss_type",
-    ),
-    Rule(
-        "rollout_correction",
-        {"loss_type": ["vespo"]},
-        "VESPO takes a ratio of each token; set 'token_truncate', 'token_mask' or 'icepop'",
-        lambda c: not {*c.correction_names} <= {"token_truncate", "token_mask", "icepop"},
-    ),
+    Rule("loss_type", {"rollout_correction": lambda c: c.rollout_correction != "none"}, _VESPO, ["vespo"]),
+    Rule("loss_type", _CONSTRAINED, _VESPO, ["vespo"]),
     Rule("rollout_correction", {"vllm_importance_sampling_correction": [True]}, f"both correct the rollouts; {_ONE}"),
     Rule(
         "rollout_correction",
-        {"importance_sampling_level": ["sequence"], "loss_type": lambda c: c.loss_type not in _LOSSES_BY_TOKEN},
+        {"importance_sampling_level": ["sequence"], "loss_type": _multiplies_ratio},
         "there is one ratio for a trajectory; set 'sequence_truncate', 'sequence_mask' or 'geometric_mask', or "
         "importance_sampling_level='token'",
         lambda c: not {*c.correction_names} <= _CORRECTIONS_OF_TRAJECTORIES,
@@ -199,7 +193,7 @@ CONTRADICTIONS = (
     # Those that follow keep the penalty from tokens that δ̄ counts: λ would climb to `lambda_max` without effect.
     Rule(
         "importance_sampling_level",
-        {**_CONSTRAINED, "discrepancy_level": ["token"], "loss_type": lambda c: c.loss_type not in _LOSSES_BY_TOKEN},
+        {**_CONSTRAINED, "discrepancy_level": ["token"], "loss_type": _multiplies_ratio},
         "there is one ratio for a trajectory; set discrepancy_level='sequence', importance_sampling_level='token', or "
         "constraint='none'",
         ["sequence"],

@@ -9,13 +9,14 @@ The pure functions are in `dc_trl.rollouts.batching`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, segments, take, trimmed
+from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, take, trimmed
 from ..rollouts.truncation import Choices
 from ..sampled_tokens import loss_mask
 from ..settings.contradictions import mean_of_micro_batch
@@ -45,31 +46,22 @@ class LengthAwareBatches:
     def __init__(self, trainer: HookedTrainer):
         self._trainer = trainer
         self._multiple = trainer.pad_to_multiple_of
-        self._accumulated = 0  # micro-batches since the last optimizer step
         self._regroups = mean_of_micro_batch(trainer.args) is None and not trainer.aux_loss_enabled
 
     # --- the generation batch ---------------------------------------------------------------------------------------
 
     def of(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the slices of a new generation batch, regrouped by length and without needless padding."""
-        args = self._trainer.args
         if not self._regroups:
             return [self.trimmed(slice_) for slice_ in slices]
-        steps, accumulation = args.steps_per_generation, args.gradient_accumulation_steps
-        parts = segments(steps, self._trainer.num_iterations, accumulation, self._accumulated % accumulation)
-        return [new for part in parts for new in self._regrouped(slices[part.start : part.stop])]
+        args = self._trainer.args
+        # Optimizer steps and generation batches both begin at multiples of this many slices, so these share a step.
+        part = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+        return [new for first in range(0, len(slices), part) for new in self._regrouped(slices[first : first + part])]
 
     def trimmed(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch without the columns in which all of its rows have padding."""
         return trimmed(batch, self._multiple)
-
-    def end_micro_batch(self) -> None:
-        """Count a micro-batch of training."""
-        self._accumulated = 0 if self._trainer.accelerator.sync_gradients else self._accumulated + 1
-
-    def start_again(self) -> None:
-        """Forget an earlier training of the same trainer."""
-        self._accumulated = 0
 
     def _regrouped(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the rows of slices that share an optimizer step, sorted by length, in the same number of slices."""
@@ -131,10 +123,8 @@ class LengthAwareBatches:
         """Return what `forward` returns for all rows, from several forwards of rows of similar length.
 
         Args:
-            forward: returns `Scored` of tokens as `HookedTrainer.score_tokens` takes them, with the choices of its
-                rows before them.
-            choices: choices of the engine for all rows.
-            input_ids, attention_mask, logits_to_keep, batch_size, options: see `HookedTrainer.score_tokens`.
+            forward: returns `Scored` of the other arguments, for some of the rows.
+            choices: choices of the engine for all rows; for the other arguments see `HookedTrainer.score_tokens`.
         """
         whole = {name: value for name, value in options.items() if isinstance(value, Tensor | list)}
         for part, columns in {"prompt": slice(-logits_to_keep), "completion": slice(-logits_to_keep, None)}.items():

@@ -130,11 +130,8 @@ def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], correcte
     if args.compared_by is None:
         return
     for name, value, remedy in restrictions(settings, corrected):
-        raise ValueError(
-            f"{name}={value!r} of the model's generation_config makes the engine sample from a distribution that is "
-            f"not the policy's, and {args.comparison} would take that difference for mismatch: {remedy} in "
-            f"model.generation_config (generation_config.json) or {args.without_comparison}."
-        )
+        setting = f"{name}={value!r} of the model's generation_config"
+        raise ValueError(args.other_distribution(setting, f"{remedy} in generation_config.json"))
 
 
 def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:

@@ -154,8 +154,6 @@ class RunTrainer(SamplingTrainer):
         self.micro_batches_done, self.generation_batch = 0, None
         self.metrics_since_log("train").clear()
         self.sampler.start_again()
-        if self.batches is not None:
-            self.batches.start_again()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from ..grading.checked_reward import LARGEST, RewardFunction, call_reward, check
 from ..quantization.policy import base_model, unwrapped
 from ..quantization.tensors import deployed_tensors
 from ..rollouts.buffer import fill_empty, sampled_only
-from ..rollouts.truncation import NO_CHOICES, Choices, Kept, KeptHead, Named, padded_logps, reported_logps
+from ..rollouts.truncation import NO_CHOICES, Choices, KeptHead, Named, padded_logps, reported_logps
 from ..settings.distribution import sharding_of
 from ..settings.paths import shipped
 from ..settings.pretrained import load_config
@@ -214,7 +214,7 @@ class SamplingTrainer(HookedTrainer):
         routes = None if self.replay is None else self.replay.routes(prompt_ids, completion_ids)
         kept = among = None
         if self.truncates and logprobs is not None:
-            kept = Kept.of(logprobs, self.accelerator.device)
+            kept = Named.kept(logprobs, self.accelerator.device)
             by = self.args.compared_by
             if kept is None and by is not None:
                 raise ValueError(
@@ -227,7 +227,7 @@ class SamplingTrainer(HookedTrainer):
                 logprobs = reported_logps(logprobs)
         named = None
         if self.args.score_centering and self.replica is None and logprobs is not None:
-            named = Named.of(logprobs, self.accelerator.device)
+            named = Named.most_probable(logprobs, self.accelerator.device)
         self._choices = Choices(kept, routes, among, named)
         return sampled_only(completion_ids, tool_mask), logprobs
 
@@ -315,13 +315,10 @@ class SamplingTrainer(HookedTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch):
         try:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            return super().training_step(model, inputs, num_items_in_batch)
         finally:
             if self.replay is not None:
                 self.replay.stop()  # not earlier, since gradient checkpointing computes the forward again
-        if self.batches is not None:
-            self.batches.end_micro_batch()
-        return loss
 
     # --- completions of the policy as it is deployed ----------------------------------------------------------------
 
