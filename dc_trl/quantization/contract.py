@@ -26,10 +26,14 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
+def digests(directory: Path) -> dict[str, str]:
+    """Return the digest of each tensor in the safetensors files of a directory."""
+    return {name: digest(tensor) for name, tensor in read_tensors(directory).items()}
+
+
 def write_contract(directory: Path, facts: Mapping[str, Any]) -> None:
     """Write the contract of the checkpoint in a directory: facts, as JSON values, and digests of its tensors."""
-    digests = {name: digest(tensor) for name, tensor in read_tensors(directory).items()}
-    text = json.dumps({**facts, "sha256": digests}, indent=2, ensure_ascii=False)
+    text = json.dumps({**facts, "sha256": digests(directory)}, indent=2, ensure_ascii=False)
     write_text(directory / CONTRACT_FILE, f"{text}\n")
 
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainerCallback
 
 from . import attention
+from .adapter import active_terms, beside_base, require_adapter_beside
 from .fake_quantize import (
     ActivationQuantizer,
     fake_quantize_weight,
@@ -119,7 +120,8 @@ class DeployedForward(TrainerCallback):
     computed each time, from parameters that must be gathered unrounded (no `param_dtype`).
 
     LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and A and
-    B get its gradient. Dropout of an adapter is not applied.
+    B get its gradient. With `lora_deployment="adapter"` it computes Q(W)·x + s·B·(A·x). Dropout of an adapter is not
+    applied.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one.
@@ -131,8 +133,9 @@ class DeployedForward(TrainerCallback):
         replicas_attention: whether to take the replica's attention on a CPU; without it, the policy keeps its own, as
             it must where that keeps the sequences of a row apart.
         cache: whether to attend to keys and values of a KV cache in FP8, where the scheme has one.
-        adapters: whether to compute with LoRA adapters merged; otherwise they compute beside their layers, as usual in
-            training.
+        adapters: whether to compute with LoRA adapters as they are deployed; otherwise they compute beside their
+            layers, as usual in training.
+        lora_deployment: "merged" or "adapter", see [`~dc_trl.DCGRPOConfig`].
 
     Raises:
         ValueError: the scheme is unknown or does not fit the model, or there are adapters other than LoRA.
@@ -149,6 +152,7 @@ class DeployedForward(TrainerCallback):
         replicas_attention: bool = True,
         cache: bool = True,
         adapters: bool = True,
+        lora_deployment: str = "merged",
     ):
         base, architecture = base_model(policy), empty_copy(policy)
         quantization = resolve_scheme(scheme, architecture)
@@ -164,19 +168,20 @@ class DeployedForward(TrainerCallback):
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
         quantized_layers = {*quantized_linears(architecture), *fused_experts(architecture)}
-        require_merged_form(policy)
+        beside = lora_deployment == "adapter"
+        (require_adapter_beside if beside else require_merged_form)(policy)
         head = base.get_output_embeddings()
         in_head = set() if head is None else set(head.modules())
         self._head: list[_Layer] = []
         for name, module, merged in _layers_of(base, ""):
             of_layer = {key for key in _own_parameters(module) if f"{name}.{key}" in quantized}
-            layer = _Layer(module, merged if adapters else (), of_layer)
+            layer = _Layer(module, merged if adapters and not beside else (), of_layer)
             if module in in_head:
                 self._head.append(layer)
             else:
                 self._hook(layer, self._quantizer if name in quantized_layers else None)
-            for adapter in layer.adapters:
-                self._merge(adapter)
+            for adapter in merged if adapters else ():
+                (self._add_beside if beside else self._merge)(adapter)
         self._hook_policy(base)
         if compute:
             round_as_vllm(base, lambda: self.enabled)
@@ -300,6 +305,18 @@ class DeployedForward(TrainerCallback):
             return adapter.base_layer(*args, **kwargs) if forward.enabled else own(*args, **kwargs)
 
         adapter.forward = merged
+
+    def _add_beside(self, adapter: Any) -> None:
+        """Compute an adapter's product as vLLM does, beside the quantized layer."""
+        forward, own = self, adapter.forward
+
+        @functools.wraps(own)
+        def added(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not forward.enabled:
+                return own(inputs, *args, **kwargs)
+            return sum((beside_base(inputs, *term) for term in active_terms(adapter)), adapter.base_layer(inputs))
+
+        adapter.forward = added
 
     def _place(self, layer: _Layer) -> None:
         if (self._weights or self._compute or layer.adapters) and not layer.placed:

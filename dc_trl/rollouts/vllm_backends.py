@@ -18,9 +18,10 @@ from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..files import locked_folder
+from ..quantization.adapter import require_adapter_beside, write_adapter
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
-from ..quantization.tensors import deployed_tensors, is_packed
+from ..quantization.tensors import deployed_tensors, is_packed, policy_tensors
 from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Patience, is_local
 from ..serving.errors import ServerError
@@ -89,6 +90,7 @@ class _DeployedGeneration(Generation):
 
     def __init__(self, args: Any, **kwargs: Any):
         self.deployment_scheme, self.weight_sync_dir = args.deployment_scheme, args.weight_sync_dir
+        self._beside = args.lora_deployment == "adapter"  # then a checkpoint is the adapter alone, and the base stays
         self._syncs = 0
         super().__init__(**kwargs)
 
@@ -115,13 +117,18 @@ class _DeployedGeneration(Generation):
         """Directory of the weights that the engine is to hold."""
         return self._folder(self._run) / self.weight_version
 
+    @property
+    def _base(self) -> Path:
+        return self._folder(self._run) / "base"
+
     def _folder(self, run: str) -> Path:
         # In shared memory by default. Host names contain no "_".
         return Path(self.weight_sync_dir or "/dev/shm", f"dc_trl-sync-{socket.gethostname()}_{run}")
 
     def _remove_checkpoints(self) -> None:
         for checkpoint in self._folder(self._run).iterdir():
-            shutil.rmtree(checkpoint, ignore_errors=True)
+            if checkpoint != self._base:
+                shutil.rmtree(checkpoint, ignore_errors=True)
 
     def _load(self) -> None:
         """Make the engine load the weights that it is to hold."""
@@ -142,16 +149,21 @@ class _DeployedGeneration(Generation):
             stack = ExitStack()
             stack.enter_context(locked_folder(folder, others=self._folder("*").name))
             weakref.finalize(self, stack.close)
+            if self._beside:
+                self._writer.write(policy_tensors(policy, adapters=False), self._base)
 
     def _write(self) -> None:
         """Write the present weights on the processes that write; all take part in gathering, and raise its errors."""
-        tensors = deployed_tensors(self.accelerator, self.model, self.gathered)
+        tensors = iter(()) if self._beside else deployed_tensors(self.accelerator, self.model, self.gathered)
         failure = None
         try:
             if self._writes:
                 self._remove_checkpoints()  # their room may be needed
                 start = time.perf_counter()
-                size = self._writer.write(tensors, self.checkpoint)
+                if self._beside:
+                    size = write_adapter(unwrapped(self.accelerator, self.model), self.checkpoint)
+                else:
+                    size = self._writer.write(tensors, self.checkpoint)
                 self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
         except OSError as error:
             failure = (
@@ -233,13 +245,15 @@ class ServerGeneration(_DeployedGeneration):
                 client.init_communicator(device=self.accelerator.device)
 
     def _require_fit(self, client: ServerClient) -> None:
+        policy = unwrapped(self.accelerator, self.model)
         client.require_fit(
-            unwrapped(self.accelerator, self.model).config,
+            policy.config,
             scheme=self.deployment_scheme,
             max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
             logprobs=self.logprobs,
             weight_sync=self.weight_sync,
             routing_replay=self.routing_replay,
+            lora_rank=require_adapter_beside(policy) if self._beside else 0,
         )
         self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
 
@@ -265,7 +279,8 @@ class ServerGeneration(_DeployedGeneration):
     def _load(self) -> None:
         with raised_together(ServerError):
             if self.accelerator.is_main_process:
-                self.vllm_client.load(Weights(self.weight_version, self.checkpoint))
+                folders = (self._base, self.checkpoint) if self._beside else (self.checkpoint, None)
+                self.vllm_client.load(Weights(self.weight_version, *folders))
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
         with raised_together(ServerError):

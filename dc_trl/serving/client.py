@@ -36,6 +36,16 @@ class Weights(NamedTuple):
 
     version: str  # a name that no other run and no restarted server uses
     checkpoint: Path | None  # the path that the server sees; None for streamed weights, which cannot be reloaded
+    adapter: Path | None = None  # likewise, of an adapter beside them; its name on the server is the version
+
+    @property
+    def run(self) -> str:
+        """What the versions of a run have in common, which is their base where there are adapters."""
+        return self.version.rpartition("-")[0]
+
+    def addressed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of a request, addressed to the adapter if there is one."""
+        return body if self.adapter is None else body | {"model": self.version}
 
 
 class RolloutSeeds:
@@ -175,7 +185,8 @@ class ServerClient(RolloutClient):
         path = url.removeprefix(self.base_url)
         if path == "/v1/completions":
             # Each prompt is a separate request, since only a request can have a seed.
-            requests = self.seeds.requests(kwargs["json"])
+            body = kwargs["json"] if self.weights is None else self.weights.addressed(kwargs["json"])
+            requests = self.seeds.requests(body)
             answers = zip(requests, self.connection.post_all(path, requests), strict=True)
             read = [require_rollout(*pair, self.base_url, self.vocabulary) for pair in answers]
             return self._take_choices([choice for choices in read for choice in choices])
@@ -223,7 +234,8 @@ class ServerClient(RolloutClient):
             ServerUnavailableError: the load failed, or the server holds other weights afterwards.
             ServerError: there is no checkpoint from which to load them.
         """
-        if self.weight_version() == weights.version and not (reload and weights.checkpoint is not None):
+        served = self.weight_version()
+        if served == weights.version and not (reload and weights.checkpoint is not None):
             return
         if weights.checkpoint is None:
             raise ServerError(
@@ -231,7 +243,10 @@ class ServerClient(RolloutClient):
                 "uses it), and a restarted server cannot rejoin weight_sync='nccl': resume from the last checkpoint "
                 "with a fresh server, or use weight_sync='checkpoint'."
             )
-        self.load_checkpoint(str(weights.checkpoint), weights.version)
+        if weights.adapter is None:
+            self.load_checkpoint(str(weights.checkpoint), weights.version)
+        else:
+            self._load_beside(weights, base=reload or served.rpartition("-")[0] != weights.run)
 
     def require_version(self, served: str, weights: Weights) -> None:
         """Raise a `ServerUnavailableError` if the server held another version of the weights after completions."""
@@ -252,9 +267,18 @@ class ServerClient(RolloutClient):
             info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
             check_server(info, layers, config=config, **needs)
             self.kv_cache_dtype = cache = info["cache_config"]["cache_dtype"]
+            if needs.get("lora_rank") and not self._takes_adapters():
+                raise ServerError(
+                    f"vLLM at {self.base_url} takes adapters only when it starts: start it with dc-trl serve "
+                    "--max_lora_rank, or with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
+                )
         if needs["scheme"] is None and cache not in PLAIN_CACHES:
             self._report(f"vLLM at {self.base_url} has its KV cache in {cache}, which the mismatch contains")
         self.vocabulary = config.get_text_config().vocab_size
+
+    def _takes_adapters(self) -> bool:
+        environment = self.connection.get("/server_info", params=_AS_JSON)["vllm_env"]
+        return bool(environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"])
 
     def layers(self) -> str:
         """Return the engine's layers as text."""
@@ -286,10 +310,31 @@ class ServerClient(RolloutClient):
             ServerUnavailableError: the load failed, or the server is loading other weights.
         """
         self.name_weights(LOADING + weight_version)
+        self._reload(directory)
+        self.name_loaded(weight_version)
+
+    def _reload(self, directory: str) -> None:
         method = "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
         self._collective_rpc(method, weights_path=directory)
         self.reset_prefix_cache()
-        self.name_loaded(weight_version)
+
+    def _load_beside(self, weights: Weights, base: bool) -> None:
+        """Load an adapter, after its base if the server may hold another one.
+
+        Each version has a name of its own: vLLM 0.31 reads an adapter that was loaded in place (`load_inplace`) from
+        its folder again in each step of the engine, and keeps the prefix cache of the old one.
+        """
+        self.name_weights(LOADING + weights.version)
+        if base:
+            self._reload(str(weights.checkpoint))
+        with self.connection.reading("/v1/models"):
+            names = [model["id"] for model in self.connection.get("/v1/models")["data"] if model["parent"] is not None]
+        for name in names:
+            if name.rpartition("-")[0] == weights.run:
+                self.connection.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+        adapter = {"lora_name": weights.version, "lora_path": str(weights.adapter)}
+        self.connection.request("POST", "/v1/load_lora_adapter", json=adapter)
+        self.name_loaded(weights.version)
 
     def name_weights(self, weight_version: str) -> None:
         """Set the server's name for its present weights.

@@ -19,6 +19,7 @@ import psutil
 from ..files import open_in_place
 from ..quantization.checkpoint import write_deployable
 from ..quantization.schemes import quantizes_cache
+from ..settings.paths import lora_rank
 from ..settings.pretrained import load_config
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
 from .connection import LOOPBACK, Connection
@@ -137,6 +138,8 @@ class VLLMServer:
             self.environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
             self.environment["TMPDIR"] = "/tmp"
+        if "--enable-lora" in options:
+            self.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         self.environment |= environment or {}
         self.arguments = ["serve", str(model), "--host", host, "--port", str(self.port), *_OPTIONS]
         if name is not None:
@@ -226,6 +229,11 @@ class VLLMServer:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+
+
+def lora_options(rank: int) -> list[str]:
+    """Return the options of `vllm serve` for adapters of a rank beside the base; see `lora_rank`."""
+    return ["--enable-lora", "--max-lora-rank", str(lora_rank(rank))]
 
 
 def cache_options(scheme: str) -> list[str]:

@@ -70,6 +70,7 @@ NO_EFFECT = (
         {"use_vllm": [False], "deployment_scheme": [None]},
         "set deployment_scheme or use_vllm=True",
     ),
+    Rule("lora_deployment", {"use_vllm": [False], "deployment_scheme": [None]}, _SCHEME),
     Rule("vllm_server_base_urls rollout_overlap", {"use_vllm": [False]}, _SERVER),
     Rule("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
     Rule("max_tokens_per_micro_batch", {"length_aware_batches": [False]}, "set length_aware_batches=True"),
@@ -196,6 +197,18 @@ CONTRADICTIONS = (
         {"vllm_server_base_urls": lambda c: len(c.vllm_server_base_urls or []) > 1},
         "TRL streams to one server; set weight_sync='auto'",
         ["nccl"],
+    ),
+    *(
+        Rule(
+            "lora_deployment",
+            {"use_vllm": [True], name: [value]},
+            f"{remedy}, or lora_deployment='merged'",
+            ["adapter"],
+        )
+        for name, value, remedy in (
+            ("vllm_mode", "colocate", "TRL builds that engine without LoRA; set vllm_mode='server'"),
+            ("weight_sync", "nccl", "TRL's stream sends merged weights; set weight_sync='auto'"),
+        )
     ),
     Rule("weight_sync_steps", {"weight_sync": ["nccl"]}, "checkpoints need older weights; set weight_sync='auto'"),
     Rule("weight_sync_steps", {"use_vllm": [True], "vllm_enable_sleep_mode": [True]}, f"sleep drops weights; {_ONE}"),

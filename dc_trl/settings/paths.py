@@ -1,18 +1,44 @@
 """Paths that a user gives. Shipped files are found from anywhere; what is missing is refused before torch loads."""
 
+import json
 import os
 import shlex
 from pathlib import Path
 
 
 PACKAGE = Path(__file__).resolve().parent.parent
+ADAPTER_FOLDER = "adapter"  # beside the base in a deployed checkpoint
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM 0.31
 # Suffixes of the data files that can be read, each with the reader's name in `datasets`.
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def serve_line(folder: Path) -> str:
-    """Return the shell command that serves a checkpoint."""
-    return f"vllm serve {shlex.quote(str(folder))}"
+def serve_line(folder: Path, shown: str | None = None) -> str:
+    """Return the shell command that serves a checkpoint, with an adapter beside its base as the model `policy`.
+
+    Args:
+        folder: directory of the checkpoint.
+        shown: its name in the command, if it is served elsewhere.
+    """
+    name, options = shown or str(folder), list[str]()
+    adapter = folder / ADAPTER_FOLDER / "adapter_config.json"
+    if adapter.is_file():
+        rank = lora_rank(json.loads(adapter.read_text())["r"])
+        modules = f"policy={name}/{ADAPTER_FOLDER}"
+        options = ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", modules]
+    return shlex.join(["vllm", "serve", name, *options])
+
+
+def lora_rank(rank: int) -> int:
+    """Return the value of vLLM's --max-lora-rank, which takes few, for adapters of a rank.
+
+    Raises:
+        ValueError: vLLM takes no adapter of this rank.
+    """
+    largest = next((each for each in _LORA_RANKS if each >= rank), None)
+    if largest is None or rank < 1:
+        raise ValueError(f"the rank of the adapter is {rank}, and vLLM takes 1 to {_LORA_RANKS[-1]}: choose another.")
+    return largest
 
 
 def shipped_configs() -> Path:

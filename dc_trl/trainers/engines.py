@@ -50,7 +50,7 @@ def build_replica(trainer: HookedTrainer, scheme: str) -> Replica:
             f"deployment_scheme={scheme!r} samples text only, and the processing_class is a multimodal processor: "
             "use use_vllm=True for this model."
         )
-    return Replica(trainer.model, scheme, trainer.accelerator.device)
+    return Replica(trainer.model, scheme, trainer.accelerator.device, trainer.args.lora_deployment)
 
 
 def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
@@ -83,8 +83,9 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
             if name != "logprobs" or args.named_tokens == 0
         },
     }
-    # Only a checkpoint can bring back older weights.
-    weight_sync = "checkpoint" if args.weight_sync_steps > 1 else args.weight_sync
+    # Only a checkpoint can bring back older weights, and only as files an adapter alone arrives.
+    by_file = args.weight_sync_steps > 1 or args.lora_deployment == "adapter"
+    weight_sync = "checkpoint" if by_file else args.weight_sync
     if args.vllm_mode == "server":
         # A server takes what TRL's requests do not set from the model.
         of_model = base_model(model).generation_config.to_dict()
@@ -161,7 +162,8 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     weight_sync: str = args.weight_sync
     if weight_sync == "auto":
         # What else decides, the policy and its device, is not known yet.
-        weight_sync = "checkpoint" if needs_checkpoint(args.deployment_scheme, urls, args.device) else "none"
+        by_file = args.lora_deployment == "adapter" or needs_checkpoint(args.deployment_scheme, urls, args.device)
+        weight_sync = "checkpoint" if by_file else "none"
     seconds = min(60.0, args.vllm_request_timeout or math.inf)
     patience = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
 
@@ -175,6 +177,7 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
             logprobs=args.named_tokens,
             weight_sync=weight_sync,
             routing_replay=args.routing_replay,
+            lora_rank=int(args.lora_deployment == "adapter"),  # the adapter's own is not known yet
         )
 
     with raised_together(ServerError):

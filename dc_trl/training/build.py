@@ -1,5 +1,6 @@
 """Makes a trainer from a configuration. Errors of the input are found here, the cheapest checks first."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from ..config import DCGRPOConfig
 from ..evaluation import Benchmark
 from ..gate import require_startable
 from ..grading.rewards import get_reward
+from ..quantization.adapter import require_adapter_beside
 from ..records.settings import changed_settings
 from ..resuming.checkpoints import on_main_process
 from ..serving.fit import ROUTES_OPTION
-from ..serving.server import serve
+from ..serving.server import lora_options, serve
 from ..settings.command_line import say
 from ..settings.fields import ranges_of
 from ..settings.pretrained import load_config_and_tokenizer
@@ -83,6 +85,8 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         **(args.model_init_kwargs or {}),
     }
     peft_config = get_peft_config(model) if trained is None else trained
+    if args.lora_deployment == "adapter" and peft_config is None:
+        require_adapter_beside(model.model_name_or_path)
     quantization_config = get_quantization_config(model)
     arguments_of_both = {
         "reward_funcs": rewards,
@@ -101,7 +105,8 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         **arguments_of_both,
     )
     if server.serve is not None and PartialState().is_main_process:
-        start_server(server, args, model.model_name_or_path, model.model_revision, stack)
+        lora = lora_options(peft_config.r) if args.lora_deployment == "adapter" else []
+        start_server(server, args, model.model_name_or_path, model.model_revision, stack, lora)
     settings = changed_settings(data) | changed_settings(server) | changed_settings(watch) | changed_settings(adapter)
     trainer = DCGRPOTrainer(
         model=model.model_name_or_path if trained is None else _adapted(adapter, model, args),
@@ -129,7 +134,14 @@ def _adapted(adapter: AdapterArguments, model: ModelConfig, args: DCGRPOConfig) 
     return load_adapted(base, model.model_name_or_path, str(adapter.adapter_name_or_path))
 
 
-def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:
+def start_server(
+    server: ServerArguments,
+    args: DCGRPOConfig,
+    model: str,
+    revision: str,
+    stack: ExitStack,
+    options: Sequence[str] = (),
+) -> None:
     """Start the run's own server and write its address into `args`; it ends when the stack is closed."""
     gpu_options = ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
     running = stack.enter_context(
@@ -144,6 +156,7 @@ def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revisi
             options=[
                 *(gpu_options if torch.cuda.is_available() else []),
                 *([ROUTES_OPTION] if args.routing_replay else []),
+                *options,
                 *server.serve_options,
             ],
             report=say,
