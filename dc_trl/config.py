@@ -102,11 +102,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "In a mixture of experts, the trainer's forward takes the experts that the engine chose for each token (R3, "
         "arXiv 2510.11370); a vLLM server needs --enable-return-routed-experts.",
     )
-    padding_free: bool = setting(
-        False,
-        "Let forward passes of training compute real tokens only, the sequences of a micro-batch in one row; "
-        "docs/fast_loop.md says with which models and attention.",
-    )
     weight_sync: Literal["auto", "nccl", "checkpoint"] = setting(
         "auto",
         'How new weights reach a vLLM server: "checkpoint", as the deployable checkpoint; "nccl", by TRL\'s stream; '
@@ -151,12 +146,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     length_aware_batches: bool = setting(
         True,
         "Within an optimizer step completions of similar length share a forward, which reads no more than its own "
-        "longest prompt and completion. Loss and gradient equal TRL's up to rounding; see docs/batching.md.",
-    )
-    max_tokens_per_micro_batch: Annotated[int | None, COUNT] = setting(
-        None,
-        "Largest number of tokens (prompts, completions and their padding) that a forward of training reads in each "
-        "process; how many completions share a forward then follows from it. See docs/batching.md.",
+        "longest prompt and completion. Loss and gradient equal TRL's up to rounding; see docs/fast_loop.md.",
     )
     export_run: bool = setting(
         True,

@@ -200,13 +200,12 @@ class DCGRPOTrainer(RunTrainer):
             rollout_func=rollout_func,
             environment_factory=environment_factory,
         )
-        padded = None if self.padding_free is None else self.padding_free.padded
         self._centering: ScoreCentering | None = None
         if args.score_centering:
             from .rollouts.score_centering import ScoreCentering
 
             self._centering = ScoreCentering(
-                self.model, self.replica, self.temperature, self.correction, padded, args.score_centering_top_k
+                self.model, self.replica, self.temperature, self.correction, args.score_centering_top_k
             )
         if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")

@@ -8,7 +8,7 @@ python scripts/benchmark.py replica     wall time on the same prompts, one row f
 python scripts/benchmark.py grading     completions graded in this process, and in worker processes
 python scripts/benchmark.py routing     KL, |Δp| and flipped experts of random mixtures, without and with replay
 python scripts/benchmark.py aligned     what train_through_quantization leaves of the mismatch, costs, and earns
-python scripts/benchmark.py lengths     what length-aware batches and padding-free forwards save on TRL's padding
+python scripts/benchmark.py lengths     what length-aware batches save on TRL's padding
 """
 
 import argparse

@@ -26,14 +26,14 @@ def only_there(call, completions, logprobs):
 
 CASES = {
     "across passes": {"steps_per_generation": 6, "num_iterations": 2, "max_steps": 5},
-    "dapo, budget": {"loss_type": "dapo", "max_tokens_per_micro_batch": 150},
+    "dapo": {"loss_type": "dapo"},
     "bnpo": {"loss_type": "bnpo"},
 }
 # Of which TRL's trainer knows nothing: against the same trainer without length-aware batches.
 OURS = {
     "empty completions": {"steps_per_generation": 8},
     "constraint": {"constraint": "lagrangian", "steps_per_generation": 8},
-    "dropped groups": {"drop_zero_std_groups": True, "steps_per_generation": 8, "max_tokens_per_micro_batch": 150},
+    "dropped groups": {"drop_zero_std_groups": True, "steps_per_generation": 8},
 }
 
 
@@ -45,7 +45,7 @@ def main() -> None:
         kinds = KINDS
         if name in OURS:
             kinds = (DCGRPOTrainer, DCGRPOTrainer)
-            without = options | {"length_aware_batches": False, "max_tokens_per_micro_batch": None}
+            without = options | {"length_aware_batches": False}
             configured = configured[0], configs(folder, **{"max_steps": 2} | without)[0]
         runs = []
         for kind, config in zip(kinds, configured, strict=True):

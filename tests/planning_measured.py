@@ -11,11 +11,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.planning.architecture import architecture_of
-from dc_trl.planning.memory import Work, last_norm_activations, layer_activations, trainer_memory
 from dc_trl.records.tables import print_table
 
-from .helpers import ROOT, TINY_MODEL, make_config, make_prompts, make_tokenizer
+from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_prompts, make_tokenizer
+
+
+plan = load_script("plan")
 
 
 class Row(NamedTuple):
@@ -56,8 +57,8 @@ def activation_row(model: PreTrainedModel, batch: int, tokens: int, dtype: torch
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.base_model(torch.zeros(batch, tokens, dtype=torch.long), use_cache=False)
-    sizes, element = architecture_of(model.config, ""), dtype.itemsize
-    predicted = sizes.layers * layer_activations(sizes, element) + last_norm_activations(sizes, element)
+    sizes, element = plan.architecture_of(model.config, ""), dtype.itemsize
+    predicted = sizes.layers * plan.layer_activations(sizes, element) + plan.last_norm_activations(sizes, element)
     return Row(f"bytes of activations, {dtype}", predicted * batch * tokens, sum(held.values()))
 
 
@@ -104,16 +105,16 @@ def peak_row(make: Callable[[], PreTrainedModel], batch: int, length: int, steps
             callbacks=[peak],
         )
         trainer.train()
-    sizes, longest = architecture_of(trainer.model.config, ""), max(map(len, ids.values()))
-    work = Work(batch, 1, longest, length, checkpointing="false", precision="float32")
-    return Row("peak bytes of a step", trainer_memory(sizes, "ddp", 1, work).total, peak.bytes - before)
+    sizes, longest = plan.architecture_of(trainer.model.config, ""), max(map(len, ids.values()))
+    work = plan.Work(batch, 1, longest, length, checkpointing="false", precision="float32")
+    return Row("peak bytes of a step", plan.trainer_memory(sizes, "ddp", 1, work).total, peak.bytes - before)
 
 
 def main() -> None:
     models = {"tiny model": (tiny_model, 64, 128, 6), "random 0.6B": (small_model, 4, 48, 3)}
     for name, (make, batch, length, steps) in models.items():
         model = make()
-        rows = [Row("parameters", architecture_of(model.config, "").parameters, model.num_parameters())]
+        rows = [Row("parameters", plan.architecture_of(model.config, "").parameters, model.num_parameters())]
         rows += [activation_row(model, 2, 64, dtype) for dtype in (torch.float32, torch.bfloat16)]
         del model
         free = psutil.virtual_memory().available / 1e9

@@ -12,7 +12,7 @@ from .test_trainer import ALIGNED, MISALIGNED, make_trainer
 
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
 def test_the_class_of_the_page_trains_as_ours(tmp_path, tokenizer, steps):
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "algorithm.md").read_text(), re.DOTALL)
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "code_map.md").read_text(), re.DOTALL)
     exec(source, page := {})
     config = make_config(
         tmp_path / "ours", recipe="paper", constraint="lagrangian", length_aware_batches=False, max_steps=4, **steps

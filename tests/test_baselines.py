@@ -1,4 +1,4 @@
-"""docs/baselines.md: every row is a configuration that the script takes, and does what its equation says."""
+"""The baselines of docs/recipes.md: each row is a configuration that is taken, and does what its equation says."""
 
 import re
 from contextlib import ExitStack
@@ -16,12 +16,16 @@ from .vllm_server import requires_vllm
 
 TABLE = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs" / "baselines.md").read_text().splitlines()
+    for line in (ROOT / "docs" / "recipes.md")
+    .read_text()
+    .partition("## Baselines")[2]
+    .partition("\n## ")[0]
+    .splitlines()
     if line.startswith("| ")
 ][1:]
 METHODS = {name: dict(line.split(": ", 1) for line in re.findall(r"`([^`]+)`", lines)) for name, lines, _ in TABLE}
 
-FP16 = "any, trained in FP16"  # refused without a GPU: docs/configuration.md
+FP16 = "any, trained in FP16"  # refused without a GPU: docs/settings.md
 
 
 def parsed(fields, *options):

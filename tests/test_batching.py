@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from dc_trl.rollouts.batching import (
     Length,
-    forward_tokens,
     micro_batches,
     read_tokens,
     segments,
@@ -51,7 +50,7 @@ def test_slices_are_together_where_every_pass_has_them_in_one_step(slices, passe
 def test_every_row_is_read_once_in_forwards_of_so_many_rows(lengths, processes, rows):
     lengths = lengths * processes
     share = len(lengths) // processes
-    plan = micro_batches(lengths, processes, rows=rows)
+    plan = micro_batches(lengths, rows, processes)
     assert sorted(row for forward in plan for chunk in forward for row in chunk) == list(range(len(lengths)))
     for forward in plan:
         assert len(forward) == processes
@@ -61,23 +60,12 @@ def test_every_row_is_read_once_in_forwards_of_so_many_rows(lengths, processes, 
     assert sizes == [rows] * (share // rows) + [share % rows] * (share % rows > 0)
 
 
-@given(lengths=lengths, processes=st.sampled_from([1, 2]), budget=st.integers(1, 900), least=st.integers(1, 4))
-def test_a_budget_is_kept_by_all_forwards_of_several_rows(lengths, processes, budget, least):
-    least = min(least, len(lengths))
-    lengths = lengths * processes
-    plan = micro_batches(lengths, processes, budget=budget, least=least)
-    assert sorted(row for forward in plan for chunk in forward for row in chunk) == list(range(len(lengths)))
-    assert len(plan) >= least
-    for chunk in itertools.chain(*plan):
-        assert len(chunk) == 1 or forward_tokens(lengths, chunk) <= budget
-
-
 @settings(max_examples=25)
 @given(completions=st.lists(st.integers(1, 60), min_size=6, max_size=6))
 def test_no_grouping_reads_fewer_tokens_of_prompts_that_are_alike(completions):
     """All ways to put six rows into three forwards of two."""
     lengths = [Length(5, completion) for completion in completions]
-    found = read_tokens(lengths, micro_batches(lengths, rows=2))
+    found = read_tokens(lengths, micro_batches(lengths, 2))
     orders = itertools.permutations(range(6))
     best = min(read_tokens(lengths, [[list(order[at : at + 2])] for at in (0, 2, 4)]) for order in orders)
     assert found == best
@@ -161,4 +149,4 @@ def test_images_go_with_their_rows():
 
 def test_rows_that_must_stay_in_order_do():
     lengths = [Length(1, length) for length in (3, 9, 1, 5, 2, 8)]
-    assert micro_batches(lengths, 2, rows=2, in_order=True) == [[[0, 1], [3, 4]], [[2], [5]]]
+    assert micro_batches(lengths, 2, 2, in_order=True) == [[[0, 1], [3, 4]], [[2], [5]]]

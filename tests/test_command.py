@@ -62,7 +62,7 @@ def test_all_fields_can_be_listed_and_one_can_be_read_in_full(capsys):
 
 
 def test_an_integer_is_shown_as_int(capsys):
-    for name, option in (("calibrate", "prompts"), ("evaluate", "samples"), ("plan", "gpus"), ("serve", "port")):
+    for name, option in (("calibrate", "prompts"), ("evaluate", "samples"), ("serve", "port")):
         assert f"--{option} INT " in help_of(capsys, name, "--help")
 
 

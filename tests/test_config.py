@@ -89,7 +89,7 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
         ({"discrepancy_tolerance": "-1"}, ["discrepancy_tolerance=-1", "at least 0"]),
         ({"learning_rate": None}, ["learning_rate=None is invalid: use a finite number, at least 0."]),
         ({"dual_window": 2.5}, ["dual_window=2.5 is invalid: use a whole number, at least 1."]),
-        ({"padding_free": "no"}, ["padding_free='no'", "use True or False"]),
+        ({"routing_replay": "no"}, ["routing_replay='no'", "use True or False"]),
         ({"train_through_quantization": "activations"}, ["='activations' is unknown: choose", "'all', 'weights'"]),
         ({"loss_type": "ppo"}, ["loss_type='ppo' is unknown: choose one of 'grpo'"]),
         # What makes the difference of the engines another one than their mismatch.
@@ -100,7 +100,7 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
     ],
 )
 def test_refused_when_the_config_is_made(tmp_path, fields, words):
-    """What docs/configuration.md does not list; tests/test_docs.py has an example of each contradiction."""
+    """What docs/settings.md does not list; tests/test_docs.py has an example of each contradiction."""
     with pytest.raises(ValueError, match="=") as error:
         make_config(**({"output_dir": tmp_path} | fields))
     for word in words:
@@ -123,7 +123,6 @@ def test_every_rule_of_what_has_no_effect_applies(tmp_path):
         "weight_sync_steps": {"weight_sync_steps": 8},
         "vllm_server_base_urls": SEVERAL | {"use_vllm": False},
         "rollout_overlap": {"rollout_overlap": True, "use_vllm": True, "vllm_mode": "colocate"},
-        "max_tokens_per_micro_batch": {"max_tokens_per_micro_batch": 99, "length_aware_batches": False},
         "score_centering_top_k": {"score_centering_top_k": 8},
     }
     of_trainers = {name for rule in NO_EFFECT for name in rule.named.split() if hasattr(DCGRPOConfig, name)}

@@ -42,11 +42,11 @@ def blocks(text, *languages):
 
 @pytest.fixture(scope="module")
 def refused():
-    """Line of settings of docs/configuration.md → the error that they raise."""
+    """Line of settings of docs/settings.md → the error that they raise."""
     spec = importlib.util.spec_from_file_location("settings_tables", DOCS / "settings_tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    lines = [line for block in blocks(page("configuration.md"), "{refused}") for line in block.splitlines()]
+    lines = [line for block in blocks(page("settings.md"), "{refused}") for line in block.splitlines()]
     return {line: str(module.error_of(line)) for line in lines}
 
 
@@ -215,13 +215,13 @@ def test_the_site_builds_and_needs_nothing_from_elsewhere(tmp_path, refused):
         loaded = re.findall(r"<(?:script|img|link)\b[^>]*?(?:src|href)=\"((?:https?:)?//[^\"]+)", file.read_text())
         assert not loaded, (file.name, loaded)
     assert broken_links(tmp_path / "site") == []
-    pages = {name: (tmp_path / "site" / f"{name}.html").read_text() for name in ("api", "settings", "configuration")}
+    pages = {name: (tmp_path / "site" / f"{name}.html").read_text() for name in ("api", "settings")}
     assert not [name for name, text in pages.items() if "system-message" in text]
     assert 'id="dc_trl.DCGRPOTrainer"' in pages["api"]
     for config in ARGUMENTS:
         for name in vars(config).get("__annotations__", {}) if config.__module__.startswith("dc_trl") else ():
             assert f'id="{config.__name__}.{name}"' in pages["settings"]
-    words = html.unescape(re.sub(r"<[^>]+>", "", pages["configuration"]))
+    words = html.unescape(re.sub(r"<[^>]+>", "", pages["settings"]))
     for line, error in refused.items():
         assert line in words
         assert error in words

@@ -61,7 +61,7 @@ def test_a_finished_run_is_not_trained_any_further(tmp_path):
         assert {name: at for name, at in now.items() if name.parent.name == f"checkpoint-{done}"} == {
             name: at for name, at in left.items() if name.parent.name == f"checkpoint-{done}"
         }
-    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{done}"]
+    assert [path.name for path in checkpoints(tmp_path).values()] == [f"checkpoint-{done}"]
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert {row["step"] for row in history if "train_runtime" in row} == {done}
     further = EPOCHS | {"max_steps": done + 2}
@@ -171,7 +171,7 @@ def test_weights_that_the_optimizer_was_moving_are_not_saved(tmp_path):
         trainer.train()
     (note,) = raised.value.__notes__
     assert "could not be saved (the optimizer was moving the weights)" in note
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
+    assert [path.name for path in checkpoints(tmp_path).values()] == ["checkpoint-1"]
 
 
 WORKER = """
@@ -199,6 +199,6 @@ def test_of_two_processes_one_that_fails_alone_does_not_wait_for_good(tmp_path):
     )
     assert done.returncode != 0
     assert "BrokenError: broken by the test" in done.stderr
-    whole = [path.name for path in checkpoints(tmp_path / "run") if checkpoint_defect(path) is None]
+    whole = [path.name for path in checkpoints(tmp_path / "run").values() if checkpoint_defect(path) is None]
     assert whole == ["checkpoint-2"]
     assert "one of several processes cannot save alone" in done.stderr

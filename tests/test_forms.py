@@ -137,8 +137,8 @@ def _log_probabilities(model, batch):
 
 @pytest.fixture
 def own_form(tmp_path, monkeypatch):
-    """The module of docs/own_form.md, where Python finds it."""
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_form.md").read_text(), re.DOTALL)
+    """The module of docs/corrections.md, where Python finds it."""
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "corrections.md").read_text(), re.DOTALL)
     (tmp_path / "my_form.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_form", raising=False)

@@ -45,7 +45,6 @@ HOOKS: dict[str, str] = {
     "trl.GRPOTrainer._get_train_sampler": "(self, dataset)",
     "trl.GRPOTrainer._calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
     "trl.GRPOTrainer._prepare_inputs": "(self, generation_batch)",
-    "trl.GRPOTrainer.compute_loss": "(self, model, inputs, return_outputs, num_items_in_batch)",
     "trl.GRPOTrainer._step": "= 0",
     "trl.GRPOTrainer._buffered_inputs": "= None",
     "trl.GRPOTrainer._metrics": "= {'train': defaultdict(list), 'eval': defaultdict(list)}",
@@ -130,7 +129,6 @@ HOOKS: dict[str, str] = {
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR": "str",
     "transformers.PreTrainedConfig._attn_implementation": "property",
     "transformers.PreTrainedConfig._experts_implementation": "property",
-    "transformers.PreTrainedModel._is_stateful": "bool",
     "transformers.core_model_loading.revert_weight_conversion": "(model, state_dict)",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts._apply_gate": "(self, gate_up_out)",
     "peft.tuners.tuners_utils.BaseTunerLayer": "class",
@@ -337,3 +335,19 @@ def test_the_keys_of_a_batch_are_those_of_trl_and_in_the_table():
                     used.add(node.slice.value)
     assert {"advantages", "trajectory_advantages", "prompt_mask"} <= used
     assert used - owner.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "words"),
+    [
+        ("6007", "trl.generation.vllm_generation.VLLMGeneration", ["lora_request", "load_lora_adapter"]),
+        ("7085", "trl.generation.vllm_generation.VLLMGeneration", ["fp8"]),
+        ("7120", "trl.experimental.async_grpo.AsyncGRPOConfig", ["importance_sampling"]),
+    ],
+)
+def test_trl_has_not_brought_what_ours_goes_for(change, where, words):
+    """docs/hooks.md says what of ours goes with each; for 7179, `test_gradients_are_trls` compares the tokens read."""
+    module, _, name = where.rpartition(".")
+    source = inspect.getsource(getattr(importlib.import_module(module), name)).lower()
+    brought = [word for word in words if word in source]
+    assert not brought, f"TRL has {', '.join(brought)} of its change {change}: read its paragraph in docs/hooks.md"

@@ -20,7 +20,7 @@ FLOORS = [
     ["__main__"],
     ["command"],
     ["doctor", "training"],
-    ["callbacks", "calibration", "planning"],
+    ["callbacks", "calibration"],
     ["async_grpo", "trainer"],
     ["trainers"],
     ["evaluation"],

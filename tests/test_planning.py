@@ -8,12 +8,9 @@ import torch
 from accelerate.utils import calculate_maximum_sizes
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dc_trl.command import plan as plan_command
-from dc_trl.planning.architecture import architecture_of, load_architecture
-from dc_trl.planning.memory import PRECISIONS, Work, trainer_memory, work_of_config
-
 from . import planning_measured as measured
 from .helpers import ROOT, TINY_MODEL, make_experts, make_model
+from .planning_measured import plan
 
 
 MODELS = ROOT / "configs" / "models"
@@ -41,7 +38,7 @@ def model(request):
 @pytest.fixture(scope="module")
 def known():
     """The published models by the name of their file."""
-    return {file.stem: load_architecture(str(file)) for file in MODELS.glob("*.json")}
+    return {file.stem: plan.load_architecture(str(file)) for file in MODELS.glob("*.json")}
 
 
 # --- sizes and memory
@@ -55,15 +52,15 @@ def test_the_sizes_of_published_models(known):
 
 
 def test_sizes_are_those_of_the_model(model):
-    sizes = architecture_of(model.config, "")
+    sizes = plan.architecture_of(model.config, "")
     assert sizes.parameters == model.num_parameters()
     # accelerate's largest layer may be the embedding.
     assert max(sizes.layer_parameters, sizes.head_parameters) * 4 == calculate_maximum_sizes(model)[1][0]
 
 
 def test_the_configuration_of_the_tiny_model_is_read():
-    sizes = load_architecture(str(TINY_MODEL))
-    assert sizes == load_architecture(str(TINY_MODEL / "config.json"))
+    sizes = plan.load_architecture(str(TINY_MODEL))
+    assert sizes == plan.load_architecture(str(TINY_MODEL / "config.json"))
     assert sizes.parameters == measured.tiny_model().num_parameters()
 
 
@@ -85,7 +82,7 @@ def test_states_of_each_strategy_by_hand(known):
     sizes = known["qwen3_8b"]
 
     def states(strategy, devices, precision="mixed", accumulated=True):
-        memory = trainer_memory(sizes, strategy, devices, Work(precision=precision), not accumulated)
+        memory = plan.trainer_memory(sizes, strategy, devices, plan.Work(precision=precision), not accumulated)
         return (memory.weights + memory.gradients + memory.moments) / sizes.parameters
 
     assert states("ddp", 8) == 16
@@ -98,13 +95,13 @@ def test_states_of_each_strategy_by_hand(known):
 
 
 def test_the_work_of_a_recipe():
-    found, model = work_of_config(ROOT / "configs" / "qwen3_30b_a3b_fp8.yaml")
+    found, model = plan.work_of_config(ROOT / "configs" / "qwen3_30b_a3b_fp8.yaml")
     assert model == "Qwen/Qwen3-30B-A3B"
-    work = Work(**found)
+    work = plan.Work(**found)
     assert work.max_completion_length == 8192
-    assert PRECISIONS[work.precision] == (4, 2)
+    assert plan.PRECISIONS[work.precision] == (4, 2)
     with pytest.raises(ValueError, match="use_vllm"):
-        work_of_config(ROOT / "configs" / "quickstart.yaml")
+        plan.work_of_config(ROOT / "configs" / "quickstart.yaml")
 
 
 def test_models_that_are_not_known(tmp_path):
@@ -113,19 +110,19 @@ def test_models_that_are_not_known(tmp_path):
         file = tmp_path / f"{kind}.json"
         file.write_text(json.dumps({"model_type": kind}))
         with pytest.raises(ValueError, match=words):
-            load_architecture(str(file))
+            plan.load_architecture(str(file))
     (tmp_path / "none.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be loaded: Unrecognized model"):
-        load_architecture(str(tmp_path / "none.json"))
+        plan.load_architecture(str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match="does not exist"):
-        load_architecture(str(tmp_path / "absent"))
+        plan.load_architecture(str(tmp_path / "absent"))
 
 
 def test_the_table(capsys):
     """Qwen3-30B-A3B does not fit eight H100s, and fits sixteen."""
     fits = {}
     for gpus in (8, 16):
-        plan_command.main(["--model", str(MODELS / "qwen3_30b_a3b.json"), "--gpus", str(gpus)])
+        plan.main(["--model", str(MODELS / "qwen3_30b_a3b.json"), "--gpus", str(gpus)])
         shown = capsys.readouterr().out
         (line,) = (line for line in shown.splitlines() if " fits " in line)
         fits[gpus] = [word for word in line.split() if word in ("yes", "no")]

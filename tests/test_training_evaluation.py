@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from transformers.integrations.integration_utils import rewrite_logs
 
-from dc_trl.callbacks.benchmarks import BenchmarkCallback, greedy_accuracy
+from dc_trl.callbacks.benchmarks import BenchmarkCallback, greedy_rewards
 from dc_trl.evaluation import Benchmark, evaluate
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sampling import ReplicaEngine, Sampling
@@ -112,29 +112,28 @@ def by_hand(trainer, dataset):
     return values
 
 
-def test_greedy_accuracy_calls_a_reward_as_trl_does(tmp_path):
-    trainer, dataset = tiny_trainer(tmp_path), with_columns()
-    values = [value for number, value in enumerate(by_hand(trainer, dataset)) if number != 2]
+def test_deployed_rewards_call_a_reward_as_trl_does(tmp_path):
+    trainer, rows = tiny_trainer(tmp_path), list(with_columns())
+    values = [value for number, value in enumerate(by_hand(trainer, with_columns())) if number != 2]
 
     async def asynchronous(**arguments):
         await asyncio.sleep(0)
         return by_everything(**arguments)
 
     async def in_a_notebook():
-        return greedy_accuracy(trainer, dataset, asynchronous, 4)
+        return trainer.deployed_rewards(rows, asynchronous)
 
-    estimates = [greedy_accuracy(trainer, dataset, reward, 4) for reward in (by_everything, asynchronous)]
-    estimates.append(asyncio.run(in_a_notebook()))  # within a running event loop
-    for estimate in estimates:
-        assert estimate.value == pytest.approx(statistics.mean(values), rel=0.02)
-        assert estimate.problems == 5
-    with pytest.raises(ValueError, match="returned 1 rewards for 4 completions: return one for each"):
-        greedy_accuracy(trainer, dataset, lambda **kwargs: [1.0], 4)
-    with pytest.raises(ValueError, match="scored none of the problems"):
-        greedy_accuracy(trainer, dataset, lambda prompts, **kwargs: [math.nan] * len(prompts), 4)
+    found = [trainer.deployed_rewards(rows, reward) for reward in (by_everything, asynchronous)]
+    found.append(asyncio.run(in_a_notebook()))  # within a running event loop
+    for rewards in found:
+        assert rewards.pop(2) is None
+        assert rewards == pytest.approx(values, rel=0.02)
+    with pytest.raises(ValueError, match="returned 1 rewards for 6 completions: return one for each"):
+        trainer.deployed_rewards(rows, lambda **kwargs: [1.0])
+    assert trainer.deployed_rewards(rows, lambda prompts, **kwargs: [math.nan] * len(prompts)) == [None] * 6
 
 
-def test_greedy_accuracy_of_the_runs_own_rewards_is_their_weighted_sum(tmp_path):
+def test_greedy_rewards_are_the_weighted_sums_of_the_runs_own(tmp_path):
     async def only_some(prompts, bonus, **kwargs):
         return [None if value < 3 else 4.0 for value in bonus]
 
@@ -143,9 +142,7 @@ def test_greedy_accuracy_of_the_runs_own_rewards_is_their_weighted_sum(tmp_path)
     trainer = tiny_trainer(tmp_path, rewards, reward_weights=[0.5, 2.0], **data)
     totals = [0.5 * value + 8.0 * (number >= 3) for number, value in enumerate(by_hand(trainer, with_columns()))]
     del totals[2]  # no function scored it
-    estimate = greedy_accuracy(trainer, with_columns(), None, 4)
-    assert estimate.value == pytest.approx(statistics.mean(totals), rel=0.02)
-    assert estimate.problems == 5
+    assert greedy_rewards(trainer, with_columns(), 4) == pytest.approx(totals, rel=0.02)
     # What the functions log goes to no table of rollouts.
     assert not trainer._pending_extra_logs
     assert not trainer._pending_metrics

@@ -1,6 +1,7 @@
 """Measure before a run how far each engine is from the model that is trained, and propose the tolerance ε."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -81,6 +82,6 @@ def _measure(case: Case) -> EngineMismatch:
     train = train_logps(case.policy, case.prompts, case.sample.rollouts, case.settings)
     found = measure_engine(case.sample, train, len(case.prompts), case.settings)
     try:
-        return found._replace(diagnosis=diagnose(case, train, found)) if case.settings.split else found
+        return replace(found, diagnosis=diagnose(case, train, found)) if case.settings.split else found
     except ValueError as error:  # the policy cannot compute as this engine does
-        return found._replace(notes=[*found.notes, f"δ̄ is not split into its causes: {error}"])
+        return replace(found, notes=[*found.notes, f"δ̄ is not split into its causes: {error}"])

@@ -83,12 +83,12 @@ def measure_engine(
     d = tokens.train - tokens.infer
     delta = tokens.batch_discrepancy(settings.reduction)
     ratios = {"discrepancy": delta, "k3_kl": tokens.mean_of_tokens(np.expm1(d) - d)}
-    with np.errstate(invalid="ignore", divide="ignore"):  # of equal probabilities there is none
-        pearson = float(np.corrcoef(np.exp(tokens.train), np.exp(tokens.infer))[0, 1])
+    probabilities = np.exp(tokens.train), np.exp(tokens.infer)
+    pearson = float(np.corrcoef(*probabilities)[0, 1]) if all(np.ptp(each) > 0 for each in probabilities) else None
     notes = []
     if prompts < (least := max(_FEW_PROMPTS, settings.batch_prompts)):
         notes.append(f"{prompts} prompts are few: the 95 % intervals are too narrow; use {least} or more.")
-    if pearson < _SAME_WEIGHTS:
+    if pearson is not None and pearson < _SAME_WEIGHTS:
         notes.append(
             f"The probabilities of both sides correlate by {pearson:.2f} only: does {sample.engine} run the weights "
             "of this model?"

@@ -1,16 +1,20 @@
 """What a calibration found: by engine and side by side, saved and loaded."""
 
+import json
 import os
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+from ..files import write_text
 from ..records.estimators import Estimate
-from ..records.results import write_result
 
 
 CALIBRATION_FILE = "calibration.json"
 
 
-class Tolerance(NamedTuple):
+@dataclass(frozen=True)
+class Tolerance:
     """The proposed ε with its 95 % interval, and mean and standard deviation of δ̄ over generation batches."""
 
     value: float
@@ -25,7 +29,8 @@ class Tolerance(NamedTuple):
         return f"discrepancy_tolerance: {self.value:#.3g}"
 
 
-class Split(NamedTuple):
+@dataclass(frozen=True)
+class Split:
     """δ̄ by its causes; see `dc_trl.calibration.causes`.
 
     Attributes:
@@ -41,7 +46,8 @@ class Split(NamedTuple):
     floor: Estimate
 
 
-class Diagnosis(NamedTuple):
+@dataclass(frozen=True)
+class Diagnosis:
     """Where an engine's δ̄ comes from: the scheme that it was taken to be in, the causes, and what to do about them."""
 
     scheme: str
@@ -49,7 +55,8 @@ class Diagnosis(NamedTuple):
     advice: list[str]
 
 
-class EngineMismatch(NamedTuple):
+@dataclass(frozen=True)
+class EngineMismatch:
     """What was measured of one engine."""
 
     engine: str
@@ -60,18 +67,19 @@ class EngineMismatch(NamedTuple):
     truncated: int  # completions that the limit of tokens cut off
     estimates: dict[str, Estimate]  # δ̄ as `discrepancy`, and KL(π_inf ‖ π_train) as `k3_kl`
     percentiles: dict[str, float]  # of δ
-    pearson: float  # correlation of the probabilities of both sides
+    pearson: float | None  # correlation of the probabilities of both sides; None where one side has but one
     tolerance: Tolerance
     notes: list[str]  # what a reader should know before relying on the numbers
     diagnosis: Diagnosis | None = None  # where the engine's scheme is known, and the split was asked for
 
 
-class Calibration(NamedTuple):
+@dataclass(frozen=True)
+class Calibration:
     """One or more engines measured on the same prompts."""
 
     settings: dict[str, Any]
     engines: list[EngineMismatch]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the calibration as JSON; numbers that are not finite become null."""
-        write_result(self, path, indent=1)
+        """Write the calibration as JSON."""
+        write_text(Path(path), json.dumps(asdict(self), indent=1) + "\n")

@@ -82,3 +82,15 @@ def _forward(
         output = policy(**{name: tensor.to(device) for name, tensor in inputs.items()}, fused_lm_head=True)
     values = output.log_probs[:, -completion_ids.shape[1] :].float().cpu()
     return [values[row, : len(rollout.ids)].clone() for row, rollout in enumerate(rollouts)]
+
+
+@torch.no_grad()
+def completion_log_probs(model: Policy, prompt: list[int], completion: list[int], bf16: bool = False) -> Tensor:
+    """Return log-probabilities of the vocabulary at each token of a completion: (tokens, vocabulary), float32, nats.
+
+    The forward reads prompt and completion as one row, under bfloat16 autocast with `bf16`. The result is on the CPU.
+    """
+    row = torch.tensor([prompt + completion], device=model.device)
+    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):
+        logits = model(input_ids=row, use_cache=False, logits_to_keep=len(completion) + 1).logits
+    return logits[0, :-1].float().log_softmax(-1).cpu()

@@ -17,7 +17,7 @@ def summary_table(calibration: Calibration) -> TableRows:
         ("δ̄ of a batch", lambda e: _interval(e.estimates["discrepancy"])),
         ("δ: 50 / 90 / 99 / 99.9 %", lambda e: " / ".join(f"{e.percentiles[p]:.2g}" for p in _SHOWN)),
         ("KL(π_inf ‖ π_train), k3, nats", lambda e: _interval(e.estimates["k3_kl"])),
-        ("Pearson of probabilities", lambda e: f"{e.pearson:.6f}"),
+        ("Pearson of probabilities", lambda e: "–" if e.pearson is None else f"{e.pearson:.6f}"),
         ("tokens", lambda e: f"{e.tokens:,}"),
         ("completions cut off", lambda e: f"{e.truncated / e.completions:.1%}"),
     ]

@@ -11,43 +11,29 @@ from ..evaluation.evaluate import Benchmark, tokenize_prompts
 from ..evaluation.results import benchmark_result
 from ..evaluation.samples import Sample
 from ..grading import Grader
-from ..grading.checked_reward import RewardFunction
-from ..records.estimators import Estimate, mean_estimate
 from ..resuming.checkpoints import on_main_process
 from ..rollouts.sampling import Completion
 from ..trainer import DCGRPOTrainer
 from .progress import in_parts
 
 
-def greedy_rewards(
-    trainer: DCGRPOTrainer, dataset: Dataset | IterableDataset, reward: RewardFunction | None, batch_size: int
-) -> list[float]:
+def greedy_rewards(trainer: DCGRPOTrainer, dataset: Dataset | IterableDataset, batch_size: int) -> list[float]:
     """Rewards of the deployed policy's greedy completions, the problems divided among the processes.
 
     Args:
         trainer: with a replica or vLLM (`deployment_scheme` or `use_vllm` set).
         dataset: with the column `prompt`, and others that the reward reads. Every process reads the whole of a stream.
-        reward: called with what TRL passes (`prompts`, `completions`, `completion_ids`, the columns, …); may be async.
-            None: the trainer's own reward functions, weighted as in training.
         batch_size: prompts at a time in each process.
 
     Returns:
-        One for each problem that got a reward; the same list in every process.
+        The weighted sum of the trainer's reward functions for each problem that got a reward; the same list in every
+        process.
     """
     rewards: list[float | None] = []
     problems = list(dataset) if isinstance(dataset, IterableDataset) else dataset
     for rows, counted in _shares(trainer, len(problems), batch_size, "held-out problems, greedy"):
-        rewards += trainer.deployed_rewards([problems[row] for row in rows], reward)[:counted]
+        rewards += trainer.deployed_rewards([problems[row] for row in rows])[:counted]
     return [value for value in gather_object(rewards) if value is not None]
-
-
-def greedy_accuracy(
-    trainer: DCGRPOTrainer, dataset: Dataset | IterableDataset, reward: RewardFunction | None, batch_size: int
-) -> Estimate:
-    """Mean of `greedy_rewards`, which has the arguments; a ValueError if the reward scored no problem."""
-    if scored := greedy_rewards(trainer, dataset, reward, batch_size):
-        return mean_estimate(scored)
-    raise ValueError("The reward scored none of the problems: check the gold answers.")
 
 
 def _shares(trainer: DCGRPOTrainer, size: int, batch_size: int, label: str) -> Iterator[tuple[list[int], int]]:

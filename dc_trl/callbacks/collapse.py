@@ -1,6 +1,6 @@
 """Detects online that a run collapses, from nothing but the metrics that a trainer logs, and warns of it.
 
-The rules and every threshold are ours; docs/collapse.md has the evidence for them.
+The rules and every threshold are ours; docs/collapsed.md has the evidence for them.
 """
 
 import math
@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
-from ..resuming.checkpoints import numbered_folders
+from ..resuming.checkpoints import checkpoints
 from ..settings.ranges import Range, require_number
 from ..trainer import DCGRPOTrainer
 
@@ -27,7 +26,7 @@ logger = logging.get_logger(__name__)
 # Numbers below it lose digits, and a share of one can be 0. They count as none.
 _SMALLEST = sys.float_info.min
 
-# docs/collapse.md says what each of them means, and what to try first.
+# docs/collapsed.md says what each of them means, and what to try first.
 SIGNALS = ("reward", "grad_norm", "mismatch", "entropy_low", "entropy_high", "lambda", "no_signal")
 
 
@@ -56,7 +55,7 @@ class Alarm(NamedTuple):
         return (
             f"Collapse alarm at step {self.step}, {self.signal}: {self.metric} is {self.value:.4g} (reference "
             f"{self.reference:.4g}, alarm at {self.threshold:.4g}); all was well until step {self.sound_until}. "
-            "docs/collapse.md says what to try."
+            "docs/collapsed.md says what to try."
         )
 
 
@@ -144,7 +143,7 @@ def _condition(holds: Callable[[float], bool], limit: float) -> _Rule:
 class CollapseMonitor:
     """Watches the logged metrics of a run for a collapse; each signal rings once.
 
-    A *log* is one call of :meth:`update`. The rules, with what they were tried on, are the table of docs/collapse.md.
+    A *log* is one call of :meth:`update`. The rules, with what they were tried on, are the table of docs/collapsed.md.
     They look at the running median of the last ``window`` logs, and must hold in ``window`` successive logs: spikes
     of fewer than ``window`` / 2 logs do not ring, and a lasting change is known about 1.5 windows after it. A log in
     which a metric is missing, None or NaN does not count for that metric.
@@ -281,11 +280,11 @@ class CollapseAlarmCallback(TrainerCallback):
                 if isinstance(self._trainer, DCGRPOTrainer):
                     self._trainer.exports_at_end = False  # nobody should serve what has collapsed
                 if state.is_world_process_zero:
-                    saved = numbered_folders(self._trainer.args.output_dir, PREFIX_CHECKPOINT_DIR)
-                    good = [step for step in saved if step < alarm.sound_until]
+                    saved = checkpoints(self._trainer.args.output_dir)
+                    good = [str(folder) for step, folder in saved.items() if step < alarm.sound_until]
                     way_back = "no checkpoint from before the trouble is there to go back to."
                     if good:
-                        self.last_good = str(saved[max(good)])
+                        self.last_good = good[0]
                         way_back = f"go back with resume_from_checkpoint={self.last_good!r}."
                     message += f" Training stops; {way_back}"
             if state.is_world_process_zero:

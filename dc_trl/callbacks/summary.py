@@ -58,7 +58,7 @@ class BeforeAndAfter(TrainerCallback):
             return
         if trainer.replica is None and not trainer.use_vllm:
             return
-        if rewards := greedy_rewards(trainer, trainer.eval_dataset, None, args.per_device_eval_batch_size):
+        if rewards := greedy_rewards(trainer, trainer.eval_dataset, args.per_device_eval_batch_size):
             greedy = mean_estimate(rewards)
             logged = {GREEDY: greedy.value, f"{GREEDY}_se": greedy.standard_error}
             trainer.log({name: value for name, value in logged.items() if value is not None})
@@ -86,7 +86,6 @@ def summarize(trainer: DCGRPOTrainer) -> None:
     tokens, seconds = trainer.state.num_input_tokens_seen, trainer.training_seconds
     rows = [*outcome(logged), ["tokens sampled and read", "", f"{tokens:,}"]]
     rows.append(["training seconds", "", f"{seconds:.0f}"])
-    weights = (float(f"{weight:.6g}") for weight in trainer.reward_weights.tolist())  # float32 in the trainer
     verdict = verdict_of(logged)
     print("\n".join(verdict.lines))
     title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
@@ -97,7 +96,6 @@ def summarize(trainer: DCGRPOTrainer) -> None:
     summary = {
         "engine": engine,
         "constraint": args.constraint,
-        "rewards": dict(zip(trainer.reward_func_names, weights, strict=True)),
         "steps": trainer.state.global_step,
         "before": {name: values[0] for name, values in measured.items() if values},
         "after": {name: values[-1] for name, values in measured.items() if values},

@@ -19,10 +19,10 @@ COMMANDS = {
     "calibrate": ("calibrate", "measure engines' mismatch before a run, and propose the tolerance ε"),
     "evaluate": ("evaluate", "avg@k, pass@k and maj@k of a policy as it is deployed"),
     "verify": ("verify", "ask a server whether it serves a checkpoint's weights"),
+    "watch": ("watch", "warn of the mismatch between a live server and any trainer's checkpoints"),
     "report": ("report", "make the page of a run, with its figures"),
     "prepare-data": ("prepare_data", "clean training problems, once"),
     "doctor": ("doctor", "say what this machine can do, and print a block for an issue"),
-    "plan": ("plan", "say what fits, and what each device holds"),
 }
 
 

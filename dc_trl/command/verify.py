@@ -15,7 +15,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..calibration.served import compare_hashes, compare_probabilities
+from ..calibration import CalibrationSettings
+from ..calibration.served import compare_hashes
+from ..calibration.watch import disclosed, look
 from ..quantization.contract import broken_terms, read_contract, read_tensors
 from ..rollouts.replica import Replica
 from ..serving.connection import Connection
@@ -26,6 +28,9 @@ from ..settings.pretrained import load_config_and_tokenizer
 
 # Up to this multiple of the floor, kernels may explain a difference: SmolLM2-135M in FP8 is 1.3 floors from vLLM.
 _FLOORS = 2.0
+_PROMPTS = [f"Write down the number {number} in words, and the sum of its digits." for number in range(17, 800, 49)]
+_SETTINGS = CalibrationSettings(max_tokens=32, reduction="token", bf16=False)
+_PASSES = 4  # each with another order of sums
 
 
 def make_parser() -> OptionParser:
@@ -75,7 +80,9 @@ def verify(url: str, directory: Path) -> bool:
             return True
         say(f"{url} keeps {len(unknown)} tensors in a layout of its own, {unknown[0]} among them.")
     replica = Replica.of_checkpoint(directory, contract["scheme"])
-    difference, floor, tokens = compare_probabilities(connection, replica, tokenizer)
+    prompts = [tokenizer(text)["input_ids"] for text in _PROMPTS]
+    found = look(connection, disclosed(connection)["model"], replica.model, prompts, 1, _SETTINGS, _PASSES)
+    difference, floor, tokens = found["discrepancy"], found["floor"], found["tokens"]
     same = difference <= _FLOORS * floor
     say(
         f"{url} {'shows no difference' if same else 'serves other weights'}: mean |Δp| {difference:.2g} in {tokens} "

@@ -16,7 +16,7 @@ The tokens of a batch are samples of q, and without a correction their score fun
 gradient of ``log_ratio`` is exact. The gradients of the two forms above it are exact for samples of π, and nearly so
 where π is near q.
 
-A user's own function has the signature of `quadratic` and is named `module:function`; docs/own_form.md shows one.
+A user's own function has the signature of `quadratic` and is named `module:function`; docs/corrections.md shows one.
 """
 
 from collections.abc import Callable

@@ -48,7 +48,7 @@ class ConstraintSettings:
         "injected",
         'How it enters the objective. If it is not set, recipe decides. "injected": advantages minus λ·δ, the '
         'paper\'s form; "quadratic": the gradient of half the squared discrepancy (its appendix B); "log_ratio": '
-        'advantages minus λ·log(π_train/π_inf); "module:function": your own, see docs/own_form.md.',
+        'advantages minus λ·log(π_train/π_inf); "module:function": your own, see docs/corrections.md.',
     )
     constraint_target: Target = setting(
         "all",

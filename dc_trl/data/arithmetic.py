@@ -11,7 +11,7 @@ from typing import Any, Literal
 from datasets import Dataset
 
 from ..settings.ranges import COUNT, require_choice, require_number
-from .templates import chat_prompt
+from .prompts import chat_prompt
 
 
 Split = Literal["train", "held_out"]

@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from ..files import read_text
 from ..grading import GRADING_COLUMNS, gold_answer, is_gradable
 from ..settings.paths import READERS, is_data_file, require_data_file
-from .templates import base_prompt, chat_prompt
 
+
+# The wording of Qwen2.5-Math's evaluation, which the Qwen models know.
+BOXED_INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 
 Prompt = str | list[dict[str, str]]
 
@@ -76,7 +78,7 @@ def load_prompts(
         prompt_column: text, or a list of chat messages. A dot reads nested fields: `extra_info.question`.
         answer_column: number, or text with the gold answer, of which only what follows `####` counts (GSM8K's form). A
             dot reads nested fields: `reward_model.ground_truth`.
-        instruction: what the prompt says after the problem (see `dc_trl.data.templates`).
+        instruction: what the prompt says after the problem (see `make_prompt`).
         max_prompt_length: in tokens, with the chat template; longer prompts are left out.
         graded: whether a reward of ours reads the answers: rows whose answer it cannot read are left out. Otherwise
             the answers are passed on as they are.
@@ -151,9 +153,18 @@ def text_of_prompt(prompt: Any) -> str:
 
 
 def make_prompt(problem: str, tokenizer: PreTrainedTokenizerBase, instruction: str | None) -> Prompt:
-    """Make a conversation where the tokenizer has a chat template, else the text that a base model continues."""
-    template = base_prompt if tokenizer.chat_template is None else chat_prompt
-    return template(problem, instruction)
+    """Make a conversation where the tokenizer has a chat template, else the text that a base model continues.
+
+    Without an instruction (None or "") both hold the bare problem.
+    """
+    if tokenizer.chat_template is not None:
+        return chat_prompt(problem, instruction)
+    return f"Problem: {problem}\n\n{instruction}\n\nSolution:" if instruction else problem
+
+
+def chat_prompt(problem: str, instruction: str | None = BOXED_INSTRUCTION) -> list[dict[str, str]]:
+    """Return one user message, for a model with a chat template; the bare problem without an instruction."""
+    return [{"role": "user", "content": f"{problem}\n\n{instruction}" if instruction else problem}]
 
 
 def tokenize(

@@ -6,8 +6,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Value
 
-from .prompts import load_rows
-from .templates import BOXED_INSTRUCTION
+from .prompts import BOXED_INSTRUCTION, load_rows
 
 
 Row = Mapping[str, Any]

@@ -13,8 +13,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..data.benchmarks import BENCHMARKS, load_benchmark, parse_benchmark
-from ..data.prompts import make_prompt, tokenize
-from ..data.templates import BOXED_INSTRUCTION
+from ..data.prompts import BOXED_INSTRUCTION, make_prompt, tokenize
 from ..grading import Gold, Grader
 from ..records.estimators import macro_estimate
 from ..rollouts.sampling import Completion, Engine, Request, Sampling, sample_seed

@@ -1,18 +1,20 @@
 """Results of an evaluation by benchmark and over all: saved, loaded, compared with others, and shown."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..files import read_object
+from ..files import read_object, write_text
 from ..records.estimators import Difference, Estimate, majority_at_k, mean_estimate, paired_difference, pass_at_k
-from ..records.results import write_result
 from ..records.tables import TableRows, percent, print_table, verdict, with_error
 from .samples import Sample
 
 
-class BenchmarkResult(NamedTuple):
+@dataclass(frozen=True)
+class BenchmarkResult:
     """Results on one benchmark. `per_problem` holds each problem's mean over its k samples, by id."""
 
     benchmark: str
@@ -33,7 +35,8 @@ class BenchmarkResult(NamedTuple):
         return cls(**{**tree, "avg": avg, "maj": maj, "pass_at": pass_at})
 
 
-class Evaluation(NamedTuple):
+@dataclass(frozen=True)
+class Evaluation:
     """Results of one model in one deployment scheme, and the `settings` that they depend on.
 
     `grading_failures` counts the answers that count as wrong because grading them failed, by reason (the keys of
@@ -49,7 +52,7 @@ class Evaluation(NamedTuple):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the evaluation as JSON."""
-        write_result(self, path, indent=2)
+        write_text(Path(path), json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Evaluation":

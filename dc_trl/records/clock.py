@@ -39,31 +39,29 @@ class PartsClock:
 
     Args:
         now: function that returns the seconds of a monotonic clock.
+
+    Attributes:
+        present: the part that the time counts for; None while the clock is stopped.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now
         self._seconds: dict[str, float] = defaultdict(float)
         self._reported: dict[str, float] = {}
-        self._part: str | None = None  # None while the clock is stopped
+        self.present: str | None = None
         self._since = 0.0
         self._thread = 0
-
-    @property
-    def present(self) -> str | None:
-        """The part that the time counts for; None while the clock is stopped."""
-        return self._part
 
     def start(self) -> None:
         """Reset all times, and start the clock with the part `other`."""
         self._seconds.clear()
         self._reported.clear()
-        self._thread, self._part, self._since = threading.get_ident(), OTHER, self._now()
+        self._thread, self.present, self._since = threading.get_ident(), OTHER, self._now()
 
     def stop(self) -> None:
         """Stop the clock."""
         self._charge()
-        self._part = None
+        self.present = None
 
     def carry(self, earlier: Mapping[str, float]) -> None:
         """Add the seconds of each part of an earlier session of the same run, which `lap` has already returned."""
@@ -73,9 +71,9 @@ class PartsClock:
 
     def switch(self, part: str) -> None:
         """Count the time for this part until the next switch; a stopped clock stays stopped."""
-        if self._part is not None:
+        if self.present is not None:
             self._charge()
-            self._part = part
+            self.present = part
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -83,7 +81,7 @@ class PartsClock:
 
         A block that another thread runs, beside the present part, does not count.
         """
-        before = self._part
+        before = self.present
         if before is None or before == EVALUATION or threading.get_ident() != self._thread:
             yield
         else:
@@ -106,9 +104,9 @@ class PartsClock:
         return {part: seconds for part, seconds in since.items() if seconds > 0}
 
     def _charge(self) -> None:
-        if self._part is not None:
+        if self.present is not None:
             now = self._now()
-            self._seconds[self._part] += now - self._since
+            self._seconds[self.present] += now - self._since
             self._since = now
 
 

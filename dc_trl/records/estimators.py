@@ -7,7 +7,8 @@ the mean over problems (clustered by problem), and the bootstrap draws whole pro
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,8 @@ _WILSON = 1.959964**2  # square of the 97.5 % point of the normal distribution
 _MARGIN = 1e-12  # sums in another order round differently by less than this
 
 
-class Estimate(NamedTuple):
+@dataclass(frozen=True)
+class Estimate:
     """A mean over problems: its standard error (None for a single problem), 95 % interval, number of problems.
 
     The interval is the bootstrap's, or Wilson's: see `macro_estimate`.
@@ -31,18 +33,14 @@ class Estimate(NamedTuple):
     problems: int
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference(Estimate):
     """The second of two means minus the first; `p_value` is two-sided, for "there is no difference".
 
     The p-value is None where chance cannot be estimated: see `paired_difference`.
     """
 
-    value: float
-    standard_error: float | None
-    low: float
-    high: float
     p_value: float | None
-    problems: int
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -76,9 +74,9 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> flo
     return sum(verdicts) / len(verdicts)
 
 
-def mean_estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Return the mean over at least one problem of a value for each, with its errors; `seed` is of the bootstrap."""
-    return macro_estimate([values], seed)
+def mean_estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean over at least one problem of a value for each, with its errors."""
+    return macro_estimate([values])
 
 
 def recent_mean(values: Sequence[float]) -> dict[str, Any] | None:
@@ -90,32 +88,29 @@ def recent_mean(values: Sequence[float]) -> dict[str, Any] | None:
     return {"value": mean.value, "interval": interval, "logs": mean.problems}
 
 
-def macro_estimate(benchmarks: Sequence[Sequence[float]], seed: int = 0) -> Estimate:
+def macro_estimate(benchmarks: Sequence[Sequence[float]]) -> Estimate:
     """Return the unweighted mean over benchmarks of the means over their problems: the papers' "Avg." column.
 
     Where each benchmark has only zeros or only ones, resampled problems do not scatter, which is no sign of certainty.
     The interval is then Wilson's (1927) of that share, averaged over the benchmarks: for 0 of 16 it is 0 to 0.19.
 
     Args:
-        benchmarks: for each benchmark one value for each problem.
-        seed: of the bootstrap, which draws problems within each benchmark.
+        benchmarks: for each benchmark one value for each problem; the bootstrap draws problems within each.
 
     Raises:
         ValueError: there is no benchmark, or one without problems.
     """
-    estimate = _bootstrap(benchmarks, seed)[0]
+    estimate = _bootstrap(benchmarks)[0]
     if all({*values} in ({0.0}, {1.0}) for values in benchmarks):
         widths = [_WILSON / (len(values) + _WILSON) for values in benchmarks]
         below = [values[0] * width for values, width in zip(benchmarks, widths, strict=True)]
         above = [(1 - values[0]) * width for values, width in zip(benchmarks, widths, strict=True)]
         low, high = estimate.value - sum(below) / len(below), estimate.value + sum(above) / len(above)
-        return estimate._replace(low=low, high=high)
+        return replace(estimate, low=low, high=high)
     return estimate
 
 
-def paired_difference(
-    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], seed: int = 0
-) -> Difference:
+def paired_difference(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Difference:
     """Return second minus first on the same problems; for several benchmarks the mean of their differences.
 
     The p-value is that of the paired bootstrap: how often the mean of resampled problems lies at least as far from the
@@ -124,7 +119,6 @@ def paired_difference(
 
     Args:
         first, second: for each benchmark one value for each problem, in the same order.
-        seed: of the bootstrap.
 
     Raises:
         ValueError: the problems do not match.
@@ -132,9 +126,9 @@ def paired_difference(
     if [len(values) for values in first] != [len(values) for values in second]:
         raise ValueError("The two evaluations have different numbers of problems: compare them on the same ones.")
     differences = [[b - a for a, b in zip(*values, strict=True)] for values in zip(first, second, strict=True)]
-    estimate, means = _bootstrap(differences, seed)
+    estimate, means = _bootstrap(differences)
     p_value = _p_value(estimate, means, map(len, differences))
-    return Difference(*estimate[:4], p_value, estimate.problems)
+    return Difference(**vars(estimate), p_value=p_value)
 
 
 def _p_value(difference: Estimate, means: NDArray[np.float64], sizes: Iterable[int]) -> float | None:
@@ -153,11 +147,11 @@ def _p_value(difference: Estimate, means: NDArray[np.float64], sizes: Iterable[i
     return max(extreme / (len(means) + 1), 2 * math.prod(float(size) ** -size for size in sizes))
 
 
-def _bootstrap(strata: Sequence[Sequence[float]], seed: int) -> tuple[Estimate, NDArray[np.float64]]:
+def _bootstrap(strata: Sequence[Sequence[float]]) -> tuple[Estimate, NDArray[np.float64]]:
     """Return the mean of the strata's means with its errors, and the same mean of resampled problems."""
     if not strata or not all(strata):
         raise ValueError("An estimate needs at least one problem of each benchmark.")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)  # the same estimates for the same values
     arrays = [np.asarray(values, dtype=np.float64) for values in strata]
     value = float(np.mean([values.mean() for values in arrays]))
     error = None

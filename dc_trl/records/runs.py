@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..constraint.settings import ConstraintSettings
 from ..files import read_object, read_text
-from .clock import PARTS, PREFIX
 from .settings import default_of
 from .tables import with_error
 
@@ -52,8 +51,7 @@ class Run:
         name: of the directory.
         history: rows of `history.jsonl`, each with its `step`.
         settings: settings that differ from the defaults.
-        summary: `rewards` (the functions' weights by name), `seconds`, `tokens`, `engine`, …; empty when the run did
-            not finish.
+        summary: `seconds`, `tokens`, `engine`, …; empty when the run did not finish.
     """
 
     name: str
@@ -69,10 +67,6 @@ class Run:
     def last(self, metric: str) -> float | None:
         """Return the last value of the metric; None if there is none."""
         return next(reversed(self.series(metric).values), None)
-
-    def seconds_of_parts(self) -> dict[str, float]:
-        """Return the seconds of each part of the work that the history has logged, see `records.clock`."""
-        return {part: sum(values) for part in PARTS if (values := self.series(f"{PREFIX}{part}").values)}
 
     def setting(self, name: str) -> Any:
         """Return the recorded setting, or else the default; None where that is not known."""

@@ -1,6 +1,6 @@
 """Tables for the terminal and as Markdown, and the texts of values with their errors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from .estimators import Difference, Estimate
 
@@ -19,13 +19,6 @@ def with_error(value: float, standard_error: float | None, factor: float, decima
     """Return a value times a factor ± its standard error; without the error where it is None."""
     error = "" if standard_error is None else f" ± {factor * standard_error:.{decimals}f}"
     return f"{factor * value:{sign}.{decimals}f}{error}"
-
-
-def weighted_sum(weights: Mapping[str, float]) -> str:
-    """Return the formula of a reward of several functions: "accuracy + 0.5·brevity"."""
-    terms = [name if abs(weight) == 1 else f"{abs(weight):g}·{name}" for name, weight in weights.items() if weight]
-    signs = ["+" if weight > 0 else "−" for weight in weights.values() if weight]
-    return " ".join(f"{sign} {term}" for sign, term in zip(signs, terms, strict=True)).removeprefix("+ ")
 
 
 def verdict(difference: Difference, above: str, below: str) -> str:

@@ -4,9 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..records.clock import PARTS
+from ..records.clock import PARTS, PREFIX
 from ..records.runs import Run, is_number, outcome
-from ..records.tables import weighted_sum
 
 
 # Parts of a run's time whose work is done on tokens.
@@ -24,7 +23,6 @@ class Table(NamedTuple):
 def facts_table(run: Run) -> Table:
     """Return what was trained, when and on what, and how far it came, as far as the run has recorded it."""
     alarms = [(name, row["step"]) for row in run.history for name in row if name.startswith("collapse/")]
-    weights = run.summary.get("rewards", {})
     known = run.setting if run.settings else lambda name: None  # without recorded settings a default is a guess
     facts = {
         "model": run.settings.get("model_name_or_path"),
@@ -33,7 +31,6 @@ def facts_table(run: Run) -> Table:
         "constraint": run.summary.get("constraint", known("constraint")),
         "tolerance ε": _number(run.last("lagrangian/tolerance"), "{:.4g}"),
         "seed": known("seed"),
-        "reward functions": weighted_sum(weights) if len(weights) > 1 else None,
         "state": "finished" if run.finished else "going on, or stopped",
         "optimizer steps": f"{run.steps:,}",
         "collapse alarms": ", ".join(f"{name.removeprefix('collapse/')} at step {step}" for name, step in alarms),
@@ -55,7 +52,8 @@ def outcome_table(run: Run) -> Table:
 
 def time_table(run: Run) -> Table:
     """Return a row for each part of the work; none where the run did not measure its time."""
-    seconds, tokens = run.seconds_of_parts(), _tokens(run)
+    seconds = {part: sum(values) for part in PARTS if (values := run.series(f"{PREFIX}{part}").values)}
+    tokens = _tokens(run)
     total = sum(seconds.values())
     rows = [
         [

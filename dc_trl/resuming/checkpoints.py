@@ -73,7 +73,7 @@ def resumable_checkpoint(
             )
         return str(wanted)
     passed_over: list[str] = []
-    for folder in checkpoints(output_dir):
+    for folder in checkpoints(output_dir).values():
         defect = checkpoint_defect(folder)
         if defect is None:
             if passed_over:
@@ -82,7 +82,7 @@ def resumable_checkpoint(
         passed_over.append(f"{folder.name} {defect}")
     state = f"holds no whole checkpoint: {'; '.join(passed_over)}" if passed_over else "holds no checkpoint"
     if word == "auto":
-        for folder in checkpoints(output_dir):  # for which a new run would rotate its own checkpoints out
+        for folder in checkpoints(output_dir).values():  # for which a new run would rotate its own checkpoints out
             set_aside([target := folder.with_name(f"unfinished-{folder.name}")])
             folder.rename(target)
         if passed_over:
@@ -94,18 +94,14 @@ def resumable_checkpoint(
     )
 
 
-def checkpoints(output_dir: str | PathLike[str]) -> list[Path]:
-    """Return the folders of an output directory that are named like checkpoints, the newest first."""
-    return [path for _, path in sorted(numbered_folders(output_dir, PREFIX_CHECKPOINT_DIR).items(), reverse=True)]
-
-
-def numbered_folders(output_dir: str | PathLike[str], prefix: str) -> dict[int, Path]:
-    """Return the folders of an output directory that are named PREFIX-STEP, by step."""
-    return {
+def checkpoints(output_dir: str | PathLike[str]) -> dict[int, Path]:
+    """Return the folders of an output directory that are named like checkpoints, by step, the newest first."""
+    found = {
         int(match[1]): path
-        for path in Path(output_dir).glob(f"{prefix}-*")
-        if (match := re.fullmatch(rf"{prefix}-(\d+)", path.name)) and path.is_dir()
+        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (match := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)) and path.is_dir()
     }
+    return dict(sorted(found.items(), reverse=True))
 
 
 def checkpoint_defect(folder: Path) -> str | None:

@@ -13,10 +13,10 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from ..serving.background import abandon_requests, allow_requests, in_thread
-from ..settings.command_line import ENDING
 
 
-_SIGNALS = (signal.SIGINT, *ENDING)
+# Ctrl-C, and those that ask a program to end: a job system's, a closed terminal's, and SLURM's warning of the time.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUPLICATE_SECONDS = 1.0  # seconds; a launcher forwards signals that have already reached all of its processes
 BEGIN_AGAIN = "No step had ended, so nothing is lost: the same command begins again."
 

@@ -53,13 +53,7 @@ def segments(slices: int, passes: int, accumulated: int, offset: int = 0) -> lis
 
 
 def micro_batches(
-    lengths: Sequence[Length],
-    processes: int = 1,
-    *,
-    rows: int | None = None,
-    budget: int | None = None,
-    least: int = 1,
-    in_order: bool = False,
+    lengths: Sequence[Length], rows: int, processes: int = 1, *, in_order: bool = False
 ) -> list[Forward]:
     """Group rows by length into forwards, the longest first, so that a batch that exceeds memory fails at once.
 
@@ -68,16 +62,14 @@ def micro_batches(
 
     Args:
         lengths: lengths of the rows of all processes, one process after the other, with equally many rows each.
+        rows: number of rows of a forward in each process; the last one may have fewer.
         processes: number of processes.
-        rows: number of rows of a forward in each process; `None` with a budget.
-        budget: largest number of tokens of a forward, padding included; a longer row is alone. `None` with `rows`.
-        least: least number of forwards; to reach it, the forwards with the most rows are halved.
         in_order: whether rows stay in their order.
 
     Returns:
         The forwards; every row is in one of them. Of two orders, by all tokens or by those of the completion, the
-        function chooses the one with the fewest tokens read, and then the fewest forwards. The rows of a forward keep
-        their original order, so that a step of one forward has the same bits as without grouping.
+        function chooses the one with the fewest tokens read. The rows of a forward keep their original order, so that
+        a step of one forward has the same bits as without grouping.
     """
     share = len(lengths) // processes
     lanes = [range(process * share, (process + 1) * share) for process in range(processes)]
@@ -87,57 +79,18 @@ def micro_batches(
     plans = []
     for order in orders:
         sorted_lanes = [sorted(lane, key=order, reverse=True) for lane in lanes]
-        plan = _cut(lengths, sorted_lanes, share, rows, budget)
-        while len(plan) < least:
-            plan = _halve_largest(plan)
-        plans.append(plan)
-    plan = min(plans, key=lambda plan: (read_tokens(lengths, plan), len(plan)))
-    return [[sorted(rows) for rows in forward] for forward in plan]
-
-
-def forward_tokens(lengths: Sequence[Length], rows: Sequence[int]) -> int:
-    """Return the number of tokens that a forward of these rows reads, padding included."""
-    return len(rows) * (max(lengths[row].prompt for row in rows) + max(lengths[row].completion for row in rows))
+        starts = range(0, share, rows)
+        plans.append([[sorted(lane[start : start + rows]) for lane in sorted_lanes] for start in starts])
+    return min(plans, key=lambda plan: read_tokens(lengths, plan))
 
 
 def read_tokens(lengths: Sequence[Length], plan: Iterable[Forward]) -> int:
     """Return the number of tokens that all forwards of all processes read, padding included."""
-    return sum(forward_tokens(lengths, rows) for forward in plan for rows in forward)
-
-
-def _cut(
-    lengths: Sequence[Length],
-    lanes: list[list[int]],
-    share: int,
-    rows: int | None,
-    budget: int | None,
-) -> list[Forward]:
-    plan, start = [], 0
-
-    def forward(count: int) -> Forward:
-        return [lane[start : start + count] for lane in lanes]
-
-    while start < share:
-        count = min(rows or 1, share - start)
-        if budget is not None:
-            while start + count < share and max(forward_tokens(lengths, one) for one in forward(count + 1)) <= budget:
-                count += 1
-        plan.append(forward(count))
-        start += count
-    return plan
-
-
-def _halve_largest(plan: list[Forward]) -> list[Forward]:
-    at = max(range(len(plan)), key=lambda index: len(plan[index][0]))
-    middle = (len(plan[at][0]) + 1) // 2
-    halves = [[rows[:middle] for rows in plan[at]], [rows[middle:] for rows in plan[at]]]
-    return [*plan[:at], *halves, *plan[at + 1 :]]
-
-
-def runs(count: int, slices: int) -> list[range]:
-    """Divide `count` forwards evenly among slices, as consecutive ranges; `count` is at least `slices`."""
-    bounds = [count * index // slices for index in range(slices + 1)]
-    return [range(begin, end) for begin, end in pairwise(bounds)]
+    return sum(
+        len(rows) * sum(map(max, zip(*(lengths[row] for row in rows), strict=True)))
+        for forward in plan
+        for rows in forward
+    )
 
 
 def lengths_of(batch: dict[str, Any], multiple: int | None = None) -> Tensor:

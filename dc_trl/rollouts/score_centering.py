@@ -44,8 +44,8 @@ class _Head(NamedTuple):
 class _Recorder:
     """Keeps the `_Head` of a model's latest forward pass with a gradient, or of the latest one of all."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, padded: Any = None, with_gradient: bool = True):
-        self._model, self._temperature, self._padded = model, temperature, padded
+    def __init__(self, model: PreTrainedModel, temperature: float, with_gradient: bool = True):
+        self._model, self._temperature = model, temperature
         self._with_gradient = with_gradient  # forward passes without one, as those of the split, are passed over
         self._head: _Head | None = None
         model.base_model.register_forward_hook(self._record)
@@ -55,8 +55,7 @@ class _Recorder:
             return
         # The hook runs within the forward of the whole model, when the head holds the weights that it computes with.
         head = self._model.get_output_embeddings()
-        hidden = output.last_hidden_state
-        self._head = _Head(hidden if self._padded is None else self._padded(hidden), head.weight, head.bias)
+        self._head = _Head(output.last_hidden_state, head.weight, head.bias)
 
     def take(self) -> _Head:
         """Return the head of that forward pass, once."""
@@ -96,7 +95,6 @@ class ScoreCentering:
         temperature: temperature of both.
         correction: weights of tokens as in `dc_trl.constraint.corrections`, each by its own probabilities; None
             without one.
-        padded: converts hidden states of the policy to padded rows, where it reads packed ones (`padding_free`).
         top_k: number of the replica's most probable tokens that are read, at least 1; None for all of them.
 
     Raises:
@@ -109,7 +107,6 @@ class ScoreCentering:
         sampler: Replica | None,
         temperature: float = 1.0,
         correction: Callable[[SampledTokens], Tensor] | None = None,
-        padded: Callable[[Tensor], Tensor] | None = None,
         top_k: int | None = None,
     ):
         model = base_model(policy)
@@ -121,7 +118,7 @@ class ScoreCentering:
         self._sampler = sampler
         self._correction = correction
         self._top_k = top_k
-        self._of_policy = _Recorder(model, temperature, padded)
+        self._of_policy = _Recorder(model, temperature)
         if sampler is not None:
             self._of_sampler = _Recorder(sampler.model, temperature, with_gradient=False)
 

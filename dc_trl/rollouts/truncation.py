@@ -9,7 +9,7 @@ alone, the loss keeps its log-probabilities of the whole vocabulary. DeepSeek-V3
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -228,8 +228,6 @@ class KeptHead:
         completion_ids: sampled tokens, shape (batch, positions).
         temperature: divisor of the logits.
         in_float32: whether the output head runs in float32 (`cast_lm_head_to_fp32`).
-        padded: converts hidden states of the backbone to padded rows, where the backbone reads packed ones
-            (`padding_free`).
         gradient: whether the log-probabilities have the gradient of the forward passes.
     """
 
@@ -240,11 +238,10 @@ class KeptHead:
         completion_ids: Tensor,
         temperature: float,
         in_float32: bool,
-        padded: Callable[[Tensor], Tensor] | None = None,
         gradient: bool = True,
     ):
         self._model, self._kept, self._completion_ids = model, kept, completion_ids
-        self._temperature, self._in_float32, self._padded = temperature, in_float32, padded
+        self._temperature, self._in_float32 = temperature, in_float32
         self._hook = self._score if gradient else torch.no_grad()(self._score)
         self._scored: list[Tensor] = []
 
@@ -270,8 +267,6 @@ class KeptHead:
     def _score(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         # The hook runs within the forward of the whole model, when sharded weights are gathered and autocast is on.
         hidden = output.last_hidden_state
-        if self._padded is not None:
-            hidden = self._padded(hidden)
         start = sum(map(len, self._scored))
         rows = slice(start, start + len(hidden))
         sampled = self._completion_ids[rows]

@@ -159,6 +159,11 @@ class Connection:
         async with httpx.AsyncClient(**self._options) as http:
             return await http.request(method, path, **kwargs)
 
+    def text(self, path: str) -> str:
+        """Return what the server answers at a path that is not JSON; empty where it has no such path."""
+        response = in_coroutine(self._send("GET", path))
+        return response.text if response.is_success else ""
+
     @contextmanager
     def reading(self, path: str) -> Iterator[None]:
         """Turn errors of reading an answer in the block into a `ServerAnswerError`."""

@@ -14,10 +14,6 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from .paths import shipped
 
 
-# Signals that ask a program to end: a job system's, a closed terminal's, and SLURM's warning that its time is up.
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
 # What stands for the value of an option in a help, by what reads the value; "TEXT" for all else.
 METAVARS: dict[Any, str] = {int: "INT", float: "FLOAT", Path: "PATH", json.loads: "JSON"}
 

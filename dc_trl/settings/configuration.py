@@ -19,7 +19,7 @@ from .paths import config_file
 
 
 _METAVARS = METAVARS | {string_to_bool: "BOOL"}
-_INDENT = 28  # columns in front of what a field means
+_INDENT = 24  # columns in front of what a field means
 
 
 class ConfigurationParser(HfArgumentParser):
@@ -93,7 +93,7 @@ def _meant(value: Any, kind: Any) -> Any:
 
 
 def _described(action: Action, in_full: bool = False) -> str:
-    """Return what an option means, its {choices} and its [default]: in two lines at most, or with the whole help."""
+    """Return what an option means, by its first sentence or in full, its {choices} and its [default]."""
     meaning = " ".join((action.help or "").replace("%%", "%").split())
     choices = ", ".join(map(str, action.choices or ()))
     if not in_full:
@@ -104,6 +104,5 @@ def _described(action: Action, in_full: bool = False) -> str:
     room = max(shutil.get_terminal_size((120, 24)).columns, 80)
     if not in_full:  # the first sentence without what is in parentheses
         meaning = re.split(r"(?<!e\.g)(?<!i\.e)[.:;] ", re.sub(r" \([^()]*\)", "", meaning))[0].rstrip(".")
-        meaning = textwrap.shorten(meaning, max(2 * (room - _INDENT) - len(facts) - 16, 30), placeholder=" …")
     name = f"  --{action.dest} {'' if choices else _METAVARS.get(action.type, 'TEXT')}"
     return textwrap.fill(f"{name:<{_INDENT - 2}}  {meaning}{facts}", room, subsequent_indent=" " * _INDENT)

@@ -73,7 +73,6 @@ NO_EFFECT = (
     Rule("lora_deployment", {"use_vllm": [False], "deployment_scheme": [None]}, _SCHEME),
     Rule("vllm_server_base_urls rollout_overlap", {"use_vllm": [False]}, _SERVER),
     Rule("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
-    Rule("max_tokens_per_micro_batch", {"length_aware_batches": [False]}, "set length_aware_batches=True"),
     Rule("score_centering_top_k", {"score_centering": [False]}, "set score_centering=True"),
     Rule("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
     Rule("length_decay_period", {"length_decay": [False]}, "set length_decay=True"),
@@ -126,6 +125,7 @@ _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric
 # Corrections that weigh a token by its own probabilities alone.
 _CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip", "odds_truncate"}
 _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
+_ALIGNED = {"deployment_scheme": _has_deployed_forward}
 _ONE = "set one of the two"
 
 CONTRADICTIONS = (
@@ -148,14 +148,9 @@ CONTRADICTIONS = (
         lambda c: c.train_through_quantization and RECIPES[c.recipe]["train_through_quantization"],
     ),
     Rule("dual", {"discrepancy_tolerance": [0]}, "set a tolerance above 0 or 'auto': the violation is relative to it"),
-    *(
-        Rule(name, {"deployment_scheme": _has_deployed_forward}, remedy)
-        for name, remedy in (
-            ("fp16", "the deployed forward computes in bfloat16, as engines do; set bf16=True"),
-            ("cast_lm_head_to_fp32", f"the deployed policy has its output head in bfloat16; {_ONE}"),
-            ("torch_compile", f"it would not see the hooks of the deployed forward; {_ONE}"),
-        )
-    ),
+    Rule("fp16", _ALIGNED, "the deployed forward computes in bfloat16, as engines do; set bf16=True"),
+    Rule("cast_lm_head_to_fp32", _ALIGNED, f"the deployed policy has its output head in bfloat16; {_ONE}"),
+    Rule("torch_compile", _ALIGNED, f"it would not see the hooks of the deployed forward; {_ONE}"),
     Rule("score_centering", {"deployment_scheme": [None], "use_vllm": [False]}, f"{_SCHEME}, or use_vllm=True"),
     Rule("score_centering", {"importance_sampling_level": ["sequence"]}, "set importance_sampling_level='token'"),
     Rule("score_centering", {"beta": lambda c: c.beta != 0}, "the KL term would be centred too; set beta=0"),
@@ -212,10 +207,6 @@ CONTRADICTIONS = (
     ),
     Rule("weight_sync_steps", {"weight_sync": ["nccl"]}, "checkpoints need older weights; set weight_sync='auto'"),
     Rule("weight_sync_steps", {"use_vllm": [True], "vllm_enable_sleep_mode": [True]}, f"sleep drops weights; {_ONE}"),
-    *(
-        Rule("max_tokens_per_micro_batch", {name: applies}, f"the loss is a mean over a micro-batch; {_ONE}")
-        for name, applies in MEANS_OF_MICRO_BATCHES.items()
-    ),
     Rule("routing_replay", {"use_vllm": [False], "deployment_scheme": [None]}, f"{_SCHEME}, or {_SERVER}"),
     Rule("routing_replay", {"use_vllm": [True], "vllm_mode": ["colocate"]}, _SERVER),
     # Those that follow keep the penalty from tokens that δ̄ counts: λ would climb to `lambda_max` without effect.

@@ -11,15 +11,10 @@ from .paths import shipped
 
 
 class Sharding(NamedTuple):
-    """The method that divides parameters, gradients or optimizer states among processes.
+    """The method that divides parameters, gradients or optimizer states among processes."""
 
-    Attributes:
-        kind: accelerate's name for the method; None if each process has everything (DDP, or one process).
-        level: version of FSDP, 1 or 2, or stage of DeepSpeed's ZeRO, 0 to 3; 0 for no sharding.
-    """
-
-    kind: Literal["FSDP", "DEEPSPEED"] | None
-    level: int
+    kind: Literal["FSDP", "DEEPSPEED"] | None  # as accelerate names it; None: each process has everything
+    level: int  # version of FSDP, 1 or 2, or stage of DeepSpeed's ZeRO, 0 to 3; 0 for no sharding
 
     def __str__(self) -> str:
         return {"FSDP": f"FSDP{self.level}", "DEEPSPEED": f"DeepSpeed ZeRO-{self.level}", None: "none"}[self.kind]

@@ -74,17 +74,13 @@ def config_file(name: str) -> Path:
     return found
 
 
-def is_path(name: str) -> bool:
-    """Return whether a name is a path, of something that is there or not, and no Hub id."""
-    return Path(name).expanduser().exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
-
-
 def require_model_path(name: str | None, option: str = "model_name_or_path") -> None:
     """Refuse a model that is neither a directory with a model nor a possible Hub id."""
     if not name:
         raise ValueError(f"{option} is not set: give a Hub id or a directory.")
     path = Path(name).expanduser()
-    if not is_path(name) or (path / "config.json").is_file():
+    is_path = path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if not is_path or (path / "config.json").is_file():
         return
     if (path / "adapter_config.json").is_file():
         raise ValueError(f"{option}={name!r} holds an adapter: give its model, and it as adapter_name_or_path.")

@@ -17,7 +17,7 @@ def load_config(name: str, field: str = "model_name_or_path", **options: Any) ->
 
 
 def load_config_and_tokenizer(
-    name: str | None, field: str = "model_name_or_path", padding_side: str | None = None, **options: Any
+    name: str | None, field: str = "model_name_or_path", **options: Any
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Load configuration and tokenizer of a model, with options of `from_pretrained`; `field` is where it comes from.
 
@@ -25,10 +25,13 @@ def load_config_and_tokenizer(
         ValueError, OSError: there is no such model, or it has no tokenizer.
     """
     config = load_config(name or "", field, **options)
-    tokenizer = AutoTokenizer.from_pretrained(
-        name, **(options if padding_side is None else options | {"padding_side": padding_side})
-    )
+    return config, load_tokenizer(name or "", field, **options)
+
+
+def load_tokenizer(name: str, field: str, **options: Any) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model or adapter, with options of `from_pretrained`; refuse a folder without one."""
+    tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if not tokenizer("1", add_special_tokens=False)["input_ids"]:
         # What transformers makes of a directory without a tokenizer's files.
         raise ValueError(f"{field}={name!r} holds no tokenizer: save one there with tokenizer.save_pretrained.")
-    return config, tokenizer
+    return tokenizer

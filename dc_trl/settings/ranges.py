@@ -9,19 +9,13 @@ from typing import Any, get_args
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least`, or above `above`, to `most`.
-
-    Args:
-        least, above, most: bounds; None for no bound.
-        whole: allow whole numbers alone.
-        infinite: allow +∞ too.
-    """
+    """Numbers from `least`, or above `above`, to `most`; None is no bound."""
 
     least: int | None = None
     above: int | None = None
     most: int | None = None
-    whole: bool = False
-    infinite: bool = False
+    whole: bool = False  # allow whole numbers alone
+    infinite: bool = False  # allow +∞ too
 
     def allows(self, value: Any) -> bool:
         """Return whether the value is a number of this range."""

@@ -10,24 +10,22 @@ The pure functions are in `dc_trl.rollouts.batching`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
-from accelerate import DistributedType
 from torch import Tensor
 
-from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, runs, segments, take, trimmed
+from ..rollouts.batching import Forward, Length, join, lengths_of, micro_batches, segments, take, trimmed
 from ..rollouts.truncation import Choices
-from ..settings.contradictions import MEAN_OVER_COMPLETIONS, mean_of_micro_batch
+from ..sampled_tokens import loss_mask
+from ..settings.contradictions import mean_of_micro_batch
 from ..trl_hooks import HookedTrainer, Scores
 
 
 # TRL's scores, and where the kept tokens are measured alone, the log-probabilities among them, (rows, T), detached.
 Scored: TypeAlias = tuple[Scores, Tensor | None]
-# Keys of a regrouped slice: the number of rows of each of its forwards, and the weights of each forward's metrics and,
-# last, of its loss.
-_ROWS, _WEIGHTS = "forward_rows", "forward_weights"
+# Key of a regrouped slice: the weights of its means over tokens.
+_WEIGHTS = "token_weights"
 # Means over the tokens of a forward that TRL and this package log and average over the forwards of a step. The number
 # selects the weight that makes this the mean over the step's tokens: tokens of the loss (0) or with prompts (1).
 _TOKEN_MEANS = {
@@ -42,33 +40,13 @@ class LengthAwareBatches:
 
     Args:
         trainer: trainer with `length_aware_batches` set.
-
-    Raises:
-        ValueError: `max_tokens_per_micro_batch` is not possible with this model or launch.
     """
 
     def __init__(self, trainer: HookedTrainer):
         self._trainer = trainer
         self._multiple = trainer.pad_to_multiple_of
         self._accumulated = 0  # micro-batches since the last optimizer step
-        args = trainer.args
-        fixed = mean_of_micro_batch(args)
-        if fixed is None and trainer.aux_loss_enabled:
-            fixed = f"router_aux_loss_coef={trainer.router_aux_loss_coef!r}"
-        self._regroups = fixed is None
-        if args.max_tokens_per_micro_batch is None:
-            return
-        budget = f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch}"
-        if fixed is not None:
-            raise ValueError(
-                f"{budget} groups completions by length, and {fixed} is a mean over the micro-batch: leave "
-                "max_tokens_per_micro_batch out, or set router_aux_loss_coef=0.0."
-            )
-        if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise ValueError(
-                f"{budget} makes several backward passes in one micro-step, which DeepSpeed counts: leave it out, or "
-                "launch with FSDP2 or DDP."
-            )
+        self._regroups = mean_of_micro_batch(trainer.args) is None and not trainer.aux_loss_enabled
 
     # --- the generation batch ---------------------------------------------------------------------------------------
 
@@ -98,37 +76,24 @@ class LengthAwareBatches:
         rank = self._trainer.accelerator.process_index
         batch = join(slices)
         share = len(batch["prompt_ids"])
-        plan = self._plan(batch, share // len(slices), least=len(slices))
-        order = [row - rank * share for forward in plan for row in forward[rank]]
-        sizes = [len(forward[rank]) for forward in plan]
-        ends = list(accumulate(sizes))
-        masks = {name: value for name, value in batch.items() if name.endswith("_mask")}
-        weights = self._weights(take(masks, order), sizes, share // len(slices))
-        regrouped = []
-        for run in runs(len(plan), len(slices)):
-            rows = order[ends[run.start] - sizes[run.start] : ends[run.stop - 1]]
-            of_forwards = {_ROWS: sizes[run.start : run.stop], _WEIGHTS: weights[run.start : run.stop]}
-            regrouped.append(self.trimmed(take(batch, rows)) | of_forwards)
-        return regrouped
-
-    def _weights(self, batch: dict[str, Any], sizes: list[int], rows: int) -> list[list[float]]:
-        """Return the weights of each forward's metrics (its share of all tokens over an equal share) and of its loss.
-
-        A loss that is a mean over completions divides by those of a forward, whereas TRL's divides by `rows`.
-        """
-        completion = batch["completion_mask"]
-        of_loss = (completion * batch["tool_mask"] if "tool_mask" in batch else completion).sum(1)
-        read = batch["prompt_mask"].sum(1) + completion.sum(1)
-        tokens = torch.stack([each.sum(0) for each in torch.stack([of_loss, read], dim=1).split(sizes)])
-        tokens = self._trainer.accelerator.gather(tokens.unsqueeze(0)).sum(0).float()
-        shares = tokens * len(sizes) / tokens.sum(0).clamp(min=1)
-        over_completions = self._trainer.loss_type in MEAN_OVER_COMPLETIONS
+        forwards = [
+            [row - rank * share for row in forward[rank]] for forward in self._plan(batch, share // len(slices))
+        ]
+        weights = self._weights(batch, forwards)
         return [
-            [*share, size / rows if over_completions else 1.0]
-            for share, size in zip(shares.tolist(), sizes, strict=True)
+            self.trimmed(take(batch, rows)) | {_WEIGHTS: each} for rows, each in zip(forwards, weights, strict=True)
         ]
 
-    def _plan(self, batch: dict[str, Any], rows: int, least: int) -> list[Forward]:
+    def _weights(self, batch: dict[str, Any], forwards: list[list[int]]) -> list[list[float]]:
+        """Return the weights of each forward's means: its share of all tokens, over an equal share."""
+        of_loss = loss_mask(batch).sum(1)
+        read = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)
+        of_rows = torch.stack([of_loss, read], dim=1)
+        tokens = torch.stack([of_rows[rows].sum(0) for rows in forwards])
+        tokens = self._trainer.accelerator.gather(tokens.unsqueeze(0)).sum(0).float()
+        return (tokens * len(forwards) / tokens.sum(0).clamp(min=1)).tolist()
+
+    def _plan(self, batch: dict[str, Any], rows: int) -> list[Forward]:
         """Return the forwards of the rows of all processes."""
         lengths = lengths_of(batch, self._multiple)
         images = torch.tensor(batch.get("num_images", [0] * len(lengths)), device=lengths.device)
@@ -136,56 +101,20 @@ class LengthAwareBatches:
         if self._trainer.accelerator.num_processes > 1:
             table = self._trainer.accelerator.gather(table)
         seeing = table[:, 2] > 0
-        budget = self._trainer.args.max_tokens_per_micro_batch if self._trainer.model.training else None
         return micro_batches(
             [Length(*each) for each in table[:, :2].tolist()],
+            rows,
             self._trainer.accelerator.num_processes,
-            rows=rows if budget is None else None,
-            budget=budget,
-            least=least,
             # Sorted by length, rows without images would share a forward, which vision models cannot compute.
             in_order=bool(seeing.any() and not seeing.all()),
         )
 
-    # --- several forwards in a slice --------------------------------------------------------------------------------
-
-    def _forwards(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the inputs of each forward of a slice."""
-        batch = {name: value for name, value in inputs.items() if name not in (_ROWS, _WEIGHTS)}
-        sizes = inputs.get(_ROWS, [len(batch["prompt_ids"])])
-        if len(sizes) == 1:
-            return [batch]
-        forwards = []
-        for end, rows in zip(accumulate(sizes), sizes, strict=True):
-            forwards.append(self.trimmed(take(batch, range(end - rows, end))))
-        return forwards
-
-    def loss(self, model: Any, inputs: dict[str, Any], loss_of: Callable[[Any, dict[str, Any]], Tensor]) -> Tensor:
-        """Return the loss of a slice, with the gradients of all forwards but the last.
-
-        Args:
-            model: policy, perhaps wrapped.
-            inputs: slice of a generation batch.
-            loss_of: function that returns the loss of one forward.
-        """
-        if _ROWS not in inputs:
-            return loss_of(model, inputs)
-        accelerator = self._trainer.accelerator
-        *others, last = zip(self._forwards(inputs), inputs[_WEIGHTS], strict=True)
-        total = torch.zeros((), device=accelerator.device)
-        for forward, weights in others:
-            with accelerator.no_sync(model):
-                loss = self._weighted(loss_of(model, forward), weights)
-                accelerator.backward(loss)
-            total = total + loss.detach()
-        forward, weights = last
-        return self._weighted(loss_of(model, forward), weights) + total
-
-    def _weighted(self, loss: Tensor, weights: list[float]) -> Tensor:
+    def weigh_means(self, inputs: dict[str, Any]) -> None:
+        """Weigh what the loss of a slice has just logged by its tokens, so that TRL's mean is one over the step's."""
         metrics = self._trainer.metrics_since_log("train")
-        for name in _TOKEN_MEANS.keys() & metrics.keys():
-            metrics[name][-1] *= weights[_TOKEN_MEANS[name]]
-        return loss * weights[-1]
+        if _WEIGHTS in inputs:
+            for name in _TOKEN_MEANS.keys() & metrics.keys():
+                metrics[name][-1] *= inputs[_WEIGHTS][_TOKEN_MEANS[name]]
 
     # --- forwards of a whole generation batch: old and reference log-probabilities ----------------------------------
 
@@ -215,7 +144,7 @@ class LengthAwareBatches:
         rank = self._trainer.accelerator.process_index
         found: list[Tensor | None] = []
         losses: list[Tensor] = []
-        for rows_of_forward in self._plan(whole, batch_size, least=1):
+        for rows_of_forward in self._plan(whole, batch_size):
             rows = [row - rank * len(input_ids) for row in rows_of_forward[rank]]
             inputs = self.trimmed(take(whole, rows))
             own = Choices.of(inputs)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rollouts.padding_free import Packing
 from ..rollouts.routing import RoutesRecorder, RoutingReplay, batch_routes, routes_of_vllm
 from ..trl_hooks import Completions, HookedTrainer
 
@@ -21,19 +20,18 @@ class Replay:
     Args:
         trainer: trainer whose models replay.
         engine: replica that samples, or TRL's vLLM engine.
-        packed: whether forwards compute real tokens only (`padding_free`).
 
     Raises:
         ValueError: the model has no routers that can be replayed, or conversations have several turns.
     """
 
-    def __init__(self, trainer: HookedTrainer, engine: Any, packed: bool):
+    def __init__(self, trainer: HookedTrainer, engine: Any):
         if trainer.tools:
             raise ValueError(
                 "routing_replay=True replays one turn of the engine, and tools or environments make several: "
                 "leave them out, or set routing_replay=False."
             )
-        self._trainer, self._engine, self._packed = trainer, engine, packed
+        self._trainer, self._engine = trainer, engine
         self._replays = [RoutingReplay(model) for model in trainer.scored_models()]
         self._recorder = None if trainer.use_vllm else RoutesRecorder(engine.model)
         self._routes: list[Tensor] = []  # those of the present batch
@@ -58,12 +56,10 @@ class Replay:
 
     # --- the trainer's forward --------------------------------------------------------------------------------------
 
-    def start(self, routes: Tensor, attention_mask: Tensor) -> None:
-        """Replay routes in the forwards that follow, which read tokens with this mask, shape (B, P+T)."""
-        # Without padding the routers read one row of real tokens.
-        packed = Packing(attention_mask).pack(routes) if self._packed else routes
+    def start(self, routes: Tensor) -> None:
+        """Replay routes, shape (B, P+T, layers, k), in the forwards that follow."""
         for replay in self._replays:
-            replay.start(packed)
+            replay.start(routes)
 
     def stop(self) -> None:
         """Let the models choose their experts themselves again."""

@@ -26,7 +26,6 @@ from ..quantization.adapter import require_adapter_beside
 from ..quantization.policy import base_model, unwrapped
 from ..quantization.tensors import deployed_tensors
 from ..rollouts.buffer import fill_empty, sampled_only
-from ..rollouts.padding_free import PaddingFree, prepared
 from ..rollouts.truncation import NO_CHOICES, Choices, Kept, KeptHead, Named, padded_logps, reported_logps
 from ..settings.distribution import sharding_of
 from ..settings.paths import shipped
@@ -60,7 +59,6 @@ class SamplingTrainer(HookedTrainer):
         sampler (`Sampler`): the engine that samples, whichever it is, and the schedule of its weights.
         deployed_forward (`DeployedForward` or `None`): makes the policy compute as it is deployed if
             `train_through_quantization` is set; always enabled.
-        padding_free (`PaddingFree` or `None`): makes forward passes compute only real tokens if `padding_free` is set.
         batches (`LengthAwareBatches` or `None`): forms the micro-batches if `length_aware_batches` is set.
         replay (`Replay` or `None`): replays the engine's experts if `routing_replay` is set.
         truncates (`bool`): whether top-p, top-k or min-p cut off what the engine samples.
@@ -94,7 +92,6 @@ class SamplingTrainer(HookedTrainer):
         # Set before TRL's constructor, which may already call hooks of this class.
         self.replica: Replica | None = None
         self.deployed_forward: DeployedForward | None = None
-        self.padding_free: PaddingFree | None = None
         self.batches: LengthAwareBatches | None = None
         self.replay: Replay | None = None
         self._limits: Limits | None = None  # what the policy can read, once it is loaded
@@ -107,8 +104,6 @@ class SamplingTrainer(HookedTrainer):
         finally:
             args.use_vllm = use_vllm
         self._require_fit(prompts)
-        if args.padding_free:
-            self.padding_free = prepared(self.scored_models(), self.accelerator)
         self.truncates = bool(args.truncations)
         self.logps_among_kept: Tensor | None = None
         self.sampler = self._build_sampler(use_vllm)
@@ -119,7 +114,7 @@ class SamplingTrainer(HookedTrainer):
         if args.routing_replay:
             from .replay import Replay
 
-            self.replay = Replay(self, self.replica or self.vllm_generation, packed=self.padding_free is not None)
+            self.replay = Replay(self, self.replica or self.vllm_generation)
         if args.length_aware_batches:
             self.batches = LengthAwareBatches(self)
 
@@ -300,19 +295,16 @@ class SamplingTrainer(HookedTrainer):
     ) -> Scored:
         """Score tokens as `score_tokens` does, with the experts and among the tokens that the engine chose."""
         if self.replay is not None and choices.routes is not None:
-            self.replay.start(choices.routes, attention_mask)
-        computing, padded = model, None
-        if self.padding_free is not None:
-            computing, padded = self.padding_free.around(model), self.padding_free.padded
+            self.replay.start(choices.routes)
         tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
-        score = partial(super().score_tokens, computing, *tokens, **options)
+        score = partial(super().score_tokens, model, *tokens, **options)
         if choices.kept is None:
             return score(), None
         measured = choices.kept_logps is not None  # and no more: the loss is TRL's
         policy = base_model(unwrapped(self.accelerator, model))
         completion_ids, in_float32 = input_ids[:, -logits_to_keep:], self.args.cast_lm_head_to_fp32
         with KeptHead(
-            policy, choices.kept, completion_ids, self.temperature, in_float32, padded, gradient=not measured
+            policy, choices.kept, completion_ids, self.temperature, in_float32, gradient=not measured
         ) as head:
             scores = score()
         if measured:
@@ -329,13 +321,9 @@ class SamplingTrainer(HookedTrainer):
             self.replay.log(inputs)
             if not torch.is_grad_enabled():
                 self.replay.stop()
+        if self.batches is not None:
+            self.batches.weigh_means(inputs)
         return loss
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = super().compute_loss
-        if self.batches is None:
-            return loss(model, inputs, return_outputs, num_items_in_batch)
-        return self.batches.loss(model, inputs, loss)
 
     def training_step(self, model, inputs, num_items_in_batch):
         try:

@@ -48,7 +48,7 @@ class WatchArguments:
         "warn",
         "What happens when reward, entropy, gradient norm, mismatch or λ show a collapse: "
         '"off" does nothing, "warn" warns once, and "stop" warns and ends the run, which keeps the last good '
-        "checkpoint. See docs/collapse.md.",
+        "checkpoint. See docs/collapsed.md.",
     )
 
     def __post_init__(self):
@@ -95,7 +95,7 @@ HELP_GROUPS = {
     "ServerArguments",
     "the training": "learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm max_steps "
     "num_train_epochs per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing bf16 use_cpu "
-    "seed length_aware_batches max_tokens_per_micro_batch padding_free WatchArguments",
+    "seed length_aware_batches WatchArguments",
     "the output": "output_dir resume_from_checkpoint save_strategy save_steps save_total_limit logging_steps "
     "report_to eval_strategy eval_steps per_device_eval_batch_size export_run push_to_hub hub_model_id "
     "hub_deployment hub_base_model_id",

@@ -65,10 +65,10 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     # Small files fail early.
     config, tokenizer = load_config_and_tokenizer(
         model.model_name_or_path,
-        padding_side="left",
         revision=model.model_revision,
         trust_remote_code=args.trust_remote_code,
     )
+    tokenizer.padding_side = "left"  # as TRL sets it where it loads the tokenizer itself
     if args.use_vllm and args.vllm_mode == "server" and server.serve is None:
         require_servers(args, config)
     prompts_per_step = args.generation_batch_size // args.num_generations

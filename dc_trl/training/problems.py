@@ -14,8 +14,7 @@ from ..data.arithmetic import arithmetic_dataset
 from ..data.benchmarks import PUBLISHED, load_benchmark
 from ..data.cleaning import clean, print_cleaning
 from ..data.dapo import load_dapo
-from ..data.prompts import Prompt, describe_counts, load_prompts, load_rows, make_prompt
-from ..data.templates import BOXED_INSTRUCTION
+from ..data.prompts import BOXED_INSTRUCTION, Prompt, describe_counts, load_prompts, load_rows, make_prompt
 from ..grading.rewards import REWARDS
 from ..settings.contradictions import require_effect
 from ..settings.fields import require_fields, setting

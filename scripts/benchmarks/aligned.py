@@ -14,11 +14,12 @@ from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
-from dc_trl.callbacks.benchmarks import greedy_accuracy
+from dc_trl.callbacks.benchmarks import greedy_rewards
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
+from dc_trl.records.estimators import mean_estimate
 from dc_trl.records.tables import percent, print_table
 from dc_trl.rollouts.sampling import EngineSpec
 
@@ -135,9 +136,9 @@ def aligned_reward(args: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory() as output_dir:
                 trainer = aligned_trainer(args, output_dir, through, max_steps=args.steps, seed=seed)
                 if not through:
-                    cells.append(percent(greedy_accuracy(trainer, held_out, arithmetic_reward, 256)))
+                    cells.append(percent(mean_estimate(greedy_rewards(trainer, held_out, 256))))
                 trainer.train()
-                cells.append(percent(greedy_accuracy(trainer, held_out, arithmetic_reward, 256)))
+                cells.append(percent(mean_estimate(greedy_rewards(trainer, held_out, 256))))
                 logs = trainer.state.log_history
                 gaps = [row["discrepancy/mean"] for row in logs if "discrepancy/mean" in row]
                 cells.append(f"{statistics.mean(gaps):.1e}")

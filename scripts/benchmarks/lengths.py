@@ -39,7 +39,6 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "TRL": None,
     "ours, neither": {"length_aware_batches": False},
     "length-aware": {},
-    "length-aware, padding-free": {"padding_free": True},
 }
 # What is measured of a run, by its name in the file, and the heading of the table.
 FIGURES = {"training": "training part", "step": "whole step", "memory": "peak memory"}

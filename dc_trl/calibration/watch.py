@@ -1,0 +1,161 @@
+"""One look of the mismatch canary: a live server against the newest checkpoint of whatever trains beside it.
+
+The server is asked through its public endpoints, so it needs no development mode, and the trainer is not asked at all.
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from ..rollouts.neutral_sampling import SERVER_DEFAULTS
+from ..serving.answers import require_rollout
+from ..serving.connection import Connection
+from ..serving.errors import ServerRefusedError
+from .causes import disturb
+from .mismatch import ScoredTokens, measure_engine
+from .rollouts import EngineSample, Policy, Rollout
+from .scoring import completion_log_probs
+from .settings import CalibrationSettings
+
+
+_CONFIGS = ("config.json", "adapter_config.json")
+_SHARD = re.compile(r"-of-\d+\.safetensors$")
+_STEP = re.compile(r"(?:checkpoint-|global_step_)(\d+)")
+
+
+class Checkpoint(NamedTuple):
+    """A model, or an adapter, in Hugging Face's layout, as it is at the moment."""
+
+    path: Path
+    written: float  # time of the last change of its weights, seconds since 1970
+    sizes: tuple[int, ...]  # of its files of weights, in bytes
+
+    @property
+    def step(self) -> int | None:
+        """The optimizer step that the path names, as `checkpoint-20` or `global_step_20` do."""
+        steps = _STEP.findall(str(self.path))
+        return int(steps[-1]) if steps else None
+
+
+def newest_checkpoint(directory: Path) -> Checkpoint | None:
+    """Return the newest complete checkpoint in a directory or below it; None if there is none yet.
+
+    A checkpoint is complete if all of its safetensors files are, and its index, which is written last, names them.
+    """
+    folders = {file.parent for name in _CONFIGS for file in directory.rglob(name)}
+    found = [checkpoint for folder in folders if (checkpoint := _complete(folder)) is not None]
+    return max(found, key=lambda checkpoint: (checkpoint.written, checkpoint.step or 0), default=None)
+
+
+def _complete(folder: Path) -> Checkpoint | None:
+    files = sorted(folder.glob("*.safetensors"))
+    in_parts = any(_SHARD.search(file.name) for file in files)
+    if not files or (in_parts and not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file()):
+        return None
+    try:
+        for file in files:
+            with safe_open(file, framework="pt"):  # which refuses a file that ends too early
+                pass
+        stats = [file.stat() for file in files]
+    except (OSError, SafetensorError):  # it is being written, or removed
+        return None
+    return Checkpoint(folder, max(stat.st_mtime for stat in stats), tuple(stat.st_size for stat in stats))
+
+
+def disclosed(connection: Connection) -> dict[str, Any]:
+    """Return what a server says of itself: model, version of vLLM and of the weights, quantization and KV cache."""
+    found: dict[str, Any] = {}
+    with connection.reading("/version and /v1/models"):
+        found["vllm"] = connection.get("/version")["version"]
+        card = connection.get("/v1/models")["data"][0]
+        found |= {"model": card["id"], "root": card["root"]}
+    if cache := re.search(r'cache_config_info\{.*?cache_dtype="([^"]*)"', connection.text("/metrics")):
+        found["kv_cache_dtype"] = cache[1]
+    # In development mode alone.
+    with suppress(ServerRefusedError), connection.reading("/weight_info and /server_info"):
+        found["weight_version"] = connection.get("/weight_info")["weight_version"]
+        info = connection.get("/server_info", params={"config_format": "json"})
+        found["quantization"] = info["vllm_config"]["model_config"]["quantization"]
+    return found
+
+
+def look(
+    connection: Connection,
+    name: str,
+    policy: Policy,
+    prompts: Sequence[list[int]],
+    named: int,
+    settings: CalibrationSettings,
+    passes: int = 1,
+) -> dict[str, float]:
+    """Compare a server with a policy on completions that the server samples at temperature 1, one of each prompt.
+
+    Args:
+        connection: connection to the server.
+        name: name of the model on the server.
+        policy: the policy in its training precision; its layers add up in another order from now on.
+        prompts: token ids, at least two prompts.
+        named: number of most probable tokens that the server names at each position, at least 1; where the policy's
+            vocabulary has no more, this is the whole distribution.
+        settings: for `max_tokens`, `measure`, `reduction`, `bf16` and `seed`.
+        passes: number of other orders of sums that are tried for the floor.
+
+    Returns:
+        By name: `discrepancy` (δ̄) and `k3_kl` (nats), each with `_low` and `_high` of its 95 % interval; `drift_tv`,
+        the total variation ½ Σ|q − p| over the named tokens and all others as one, mean over the tokens; `top1_flips`,
+        the share of tokens at which the most probable one differs; `floor`, δ̄ of the policy to itself with another
+        order of sums, the largest of all passes; `pearson`, the correlation of the probabilities; and `tokens`, their
+        number.
+
+    Raises:
+        ServerError: the server failed, or does not have the policy's vocabulary.
+    """
+    vocabulary = policy.config.get_text_config().vocab_size
+    body = {"model": name, **SERVER_DEFAULTS, "max_tokens": settings.max_tokens, "temperature": 1.0}
+    body |= {"logprobs": min(named, vocabulary), "return_token_ids": True, "return_tokens_as_token_ids": True}
+    bodies = [body | {"prompt": ids, "seed": settings.seed + at} for at, ids in enumerate(prompts)]
+    answers = zip(bodies, connection.post_all("/v1/completions", bodies), strict=True)
+    choices = [require_rollout(*pair, connection.url, vocabulary)[0] for pair in answers]
+    rollouts, train, variation, flips = [], [], [], []
+    for at, choice in enumerate(choices):
+        ids, logprobs = choice["token_ids"], choice["logprobs"]
+        rollouts.append(Rollout(at, ids, logprobs["token_logprobs"], choice["finish_reason"] == "length"))
+        log_p = completion_log_probs(policy, prompts[at], ids, settings.bf16)
+        train.append(_of_sampled(log_p, ids))
+        for row, top in zip(log_p, logprobs["top_logprobs"], strict=True):
+            tokens = [int(token.removeprefix("token_id:")) for token in top]
+            q, p = torch.tensor(list(top.values())).exp(), row[tokens].exp()
+            variation.append((((q - p).abs().sum() + (q.sum() - p.sum()).abs()) / 2).item())
+            flips.append(tokens[int(q.argmax())] != int(row.argmax()))
+    found = measure_engine(EngineSample(connection.url, "", rollouts, ()), train, len(prompts), settings)
+    disturb(policy, settings.seed)  # differently in each pass
+    floors = []
+    for _ in range(passes):
+        again = [
+            _of_sampled(completion_log_probs(policy, prompts[each.prompt], each.ids, settings.bf16), each.ids)
+            for each in rollouts
+        ]
+        scored = ScoredTokens(rollouts, again, train, len(prompts), settings.measure)
+        total, count = scored.batch_discrepancy(settings.reduction)
+        floors.append(float(total.sum() / count.sum()))
+    numbers: dict[str, float] = {}
+    for key, estimate in found.estimates.items():
+        numbers |= {key: estimate.value, f"{key}_low": estimate.low, f"{key}_high": estimate.high}
+    return numbers | {
+        "drift_tv": sum(variation) / len(variation),
+        "top1_flips": sum(flips) / len(flips),
+        "floor": max(floors),
+        "pearson": found.pearson,
+        "tokens": found.tokens,
+    }
+
+
+def _of_sampled(log_p: Tensor, ids: list[int]) -> Tensor:
+    return log_p.gather(1, torch.tensor(ids)[:, None]).squeeze(1)

@@ -1,0 +1,148 @@
+"""Watches the mismatch between a live vLLM server and the checkpoints of any trainer beside it, and warns of it.
+
+    dc-trl watch http://127.0.0.1:8000 runs/grpo --every 10 --fail_above 0.05
+
+Each time a new checkpoint is complete, and every few minutes, the server samples completions of fixed prompts through
+its public endpoints, and the newest checkpoint below the directory scores them here. A look prints a line and appends
+one to watch.jsonl. Trainer and server stay as they are; a server that is gone for a while is asked again.
+
+The exit code is 1 as soon as δ̄ is above --fail_above, 0 after --looks, and 2 if the watch cannot begin.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from ..calibration import CalibrationSettings
+from ..calibration.watch import Checkpoint, disclosed, look, newest_checkpoint
+from ..data.prompts import tokenize
+from ..files import append_text
+from ..serving.connection import Connection, Patience
+from ..serving.errors import ServerError, ServerUnavailableError
+from ..settings.command_line import OptionParser, add_fields, leave_on_sigterm, say
+from ..settings.pretrained import load_tokenizer
+from ..settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
+from ..training.problems import DataArguments, draw_prompts
+from .calibrate import DATA_FIELDS, TRAIN_DTYPES
+
+
+WATCH_FILE = "watch.jsonl"
+_RANGES = {"every": ABOVE_0, "looks": COUNT, "prompts": Range(least=2, whole=True), "top_k": COUNT}
+_RANGES |= {"fail_above": AT_LEAST_0, "max_prompt_length": COUNT}
+_POLL = 1.0  # seconds between two looks at the directory
+_SECONDS = 600.0  # that a request may take
+
+
+def make_parser() -> OptionParser:
+    parser = OptionParser(__doc__, "watch")
+    parser.add_argument("url", metavar="URL", help="address of the server, http://HOST:PORT")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="where a trainer saves its checkpoints")
+    parser.add_argument("--every", type=float, default=5.0, help="minutes from one look to the next (default: 5)")
+    parser.add_argument("--looks", type=int, help="end after this number of looks; 1 for CI (default: no end)")
+    parser.add_argument("--fail_above", type=float, metavar="X", help="end with exit code 1 once δ̄ is above X")
+    parser.add_argument("--train_dtype", default="bfloat16", choices=TRAIN_DTYPES, help="as for dc-trl calibrate")
+    prompts = parser.add_argument_group("the prompts")
+    prompts.add_argument("--dataset_name", help="as for dc-trl calibrate (default: 'arithmetic')")
+    add_fields(prompts, DataArguments, *DATA_FIELDS)
+    prompts.add_argument("--prompts", type=int, default=32, help="how many, drawn once (default: 32)")
+    prompts.add_argument("--top_k", type=int, default=20, help="most probable tokens that the server names, at each")
+    add_fields(prompts, CalibrationSettings, "max_tokens", "seed", "device")
+    parser.set_defaults(max_tokens=64, device="cuda" if torch.cuda.is_available() else "cpu")
+    output = parser.add_argument_group("the results")
+    output.add_argument("--output", type=Path, default=Path("runs", "watch"), help=f"directory of {WATCH_FILE}")
+    output.add_argument("--report_to", choices=list(map(str, LOGGER_TYPE_TO_CLASS)), help="a tracker of accelerate's")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(words)
+    leave_on_sigterm()
+    disable_progress_bar()  # a look is one line
+    try:
+        require_numbers(args, _RANGES)
+        return _watch(args)
+    except (ServerError, ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _watch(args: Any) -> int:
+    connection = Connection(args.url, Patience(request_timeout=_SECONDS))
+    tracker = _tracker(args)
+    server = disclosed(connection)
+    say(f"{args.url}: {', '.join(f'{name} {value}' for name, value in server.items())}")
+    dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
+    settings = CalibrationSettings(max_tokens=args.max_tokens, seed=args.seed, bf16=bf16, batch_prompts=args.prompts)
+    data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
+    args.output.mkdir(parents=True, exist_ok=True)
+    before = seen = prompts = None
+    due, looks = 0.0, 0
+    say(f"waiting for a complete checkpoint in {args.directory}")
+    while True:
+        newest = newest_checkpoint(args.directory)
+        # Of a checkpoint that is being rewritten in place, two polls see different files.
+        ready = newest is not None and newest == before and (newest != seen or time.monotonic() >= due)
+        before = newest
+        if not ready or newest is None:
+            time.sleep(_POLL)
+            continue
+        seen, due = newest, time.monotonic() + 60 * args.every
+        try:
+            if prompts is None:
+                tokenizer = load_tokenizer(str(newest.path), "checkpoint")
+                prompts = tokenize(draw_prompts(data, tokenizer, args.prompts, args.seed), tokenizer)
+            policy = AutoModelForCausalLM.from_pretrained(newest.path, dtype=dtype).to(args.device).eval()
+            server = disclosed(connection)
+            numbers = look(connection, server["model"], policy, prompts, args.top_k, settings)
+        except ServerUnavailableError as error:
+            say(f"{error}; it is asked again in {args.every:g} minutes, or of the next checkpoint")
+            continue
+        except (OSError, SafetensorError) as error:
+            if newest_checkpoint(args.directory) == newest:
+                raise
+            say(f"{newest.path} was removed or replaced while it was read ({error}); the next one is taken")
+            continue
+        looks += 1
+        age = time.time() - newest.written
+        say(_line(newest, age, server, numbers))
+        record = {"time": time.time(), "checkpoint": str(newest.path), "step": newest.step, "age": age}
+        append_text(args.output / WATCH_FILE, json.dumps(record | server | numbers, ensure_ascii=False) + "\n")
+        if tracker is not None:
+            tracker.log({f"watch/{name}": value for name, value in numbers.items()}, step=looks)
+        failed = args.fail_above is not None and numbers["discrepancy"] > args.fail_above
+        if failed:
+            say(f"failed: δ̄ {numbers['discrepancy']:.3g} is above --fail_above {args.fail_above:g}")
+        if failed or looks == args.looks:
+            if tracker is not None:
+                tracker.end_training()
+            return int(failed)
+
+
+def _line(checkpoint: Checkpoint, age: float, server: dict[str, Any], numbers: dict[str, float]) -> str:
+    of_server = [f"{name} {server[name]}" for name in ("weight_version", "kv_cache_dtype") if name in server]
+    return (
+        f"{time.strftime('%H:%M:%S')} {checkpoint.path.name}, {age:.0f} s old: "
+        f"δ̄ {numbers['discrepancy']:.3g} [{numbers['discrepancy_low']:.3g}, {numbers['discrepancy_high']:.3g}], "
+        f"k3 {numbers['k3_kl']:.2g}, drift {numbers['drift_tv']:.2g}, top-1 flips {numbers['top1_flips']:.1%}, "
+        f"floor {numbers['floor']:.2g}; server: {', '.join(of_server) or 'discloses no weights'}"
+    )
+
+
+def _tracker(args: Any) -> Accelerator | None:
+    if args.report_to is None:
+        return None
+    if args.report_to not in map(str, get_available_trackers()):
+        raise ValueError(f"report_to={args.report_to!r} is not installed: pip install {args.report_to}")
+    tracker = Accelerator(log_with=args.report_to, project_dir=args.output)
+    tracker.init_trackers("dc_trl-watch", {name: str(value) for name, value in vars(args).items()})
+    return tracker
