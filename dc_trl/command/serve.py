@@ -16,8 +16,9 @@ from pathlib import Path
 from ..quantization.schemes import SERVED_SCHEMES
 from ..serving.errors import ServerError
 from ..serving.fit import ROUTES_OPTION
-from ..serving.server import lora_options, serve
+from ..serving.server import serve
 from ..settings.command_line import OptionParser, add_model, leave_on_sigterm, refused_in_one_line, say
+from ..settings.paths import lora_options
 
 
 def make_parser() -> OptionParser:

@@ -3,6 +3,7 @@
 An adapted layer computes Q(W)·x + s·B·(A·x), where only the first product is quantized.
 """
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from ..settings.paths import lora_options
 from .policy import base_model
-
-
-_LARGEST_RANK = 512  # of vLLM's --max-lora-rank
 
 
 def beside_base(inputs: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -38,12 +37,11 @@ def beside_base(inputs: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     return functional.linear(low.to(torch.bfloat16), b.to(torch.bfloat16) * scaling).to(inputs.dtype)
 
 
-def lora_layers(policy: PeftModel) -> Iterator[tuple[str, Any]]:
-    """Yield the adapted layers of a policy (PEFT's), by the names of the base architecture's layers."""
-    name_of_adapter = policy.active_adapter
+def lora_terms(policy: PeftModel) -> Iterator[tuple[str, tuple[Tensor, Tensor, float]]]:
+    """Yield the name of each adapted layer in the base architecture, and A, B and s of its active adapter."""
     for name, module in policy.get_base_model().named_modules():
-        if isinstance(module, LoraLayer) and name_of_adapter in module.lora_A:
-            yield name.replace(".base_layer", ""), module
+        if isinstance(module, LoraLayer):
+            yield from ((name, term) for term in active_terms(module))
 
 
 def active_terms(layer: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
@@ -74,38 +72,26 @@ def require_adapter_beside(policy: PreTrainedModel | PeftModel | str) -> int:
         raise refuse(f"peft_config is of type {config.peft_type.value}", "use LoRA")
     if config.bias != "none":
         raise refuse(f"peft_config trains biases (bias={config.bias!r}), which vLLM does not load", "set bias='none'")
-    base = base_model(policy)
+    base, name_of_adapter = base_model(policy), policy.active_adapter
     ends = {id(base.get_input_embeddings()), id(base.get_output_embeddings())}
     terms = set()
     for name, module in base.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
-            raise refuse(
-                f"peft_config trains a copy of {name!r}, which vLLM does not load",
-                "leave modules_to_save and trainable_token_indices out",
-            )
+            raise refuse(f"peft_config trains a copy of {name!r}", "leave modules_to_save and the like out")
         if not isinstance(module, BaseTunerLayer):
             continue
         adapted: Any = module
         plain = isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper) and id(module) not in ends
         if not plain or not isinstance(adapted.get_base_layer(), nn.Linear):
-            raise refuse(
-                f"peft_config adapts {name!r}, a {type(module).__name__}", "adapt linear layers of the decoder"
-            )
+            raise refuse(f"peft_config adapts {name!r}, a {type(module).__name__}", "adapt linear layers alone")
         if any((*adapted.lora_variant.values(), *adapted.lora_bias.values())):
-            raise refuse(
-                f"peft_config adapts {name!r} by more than s·B·A", "leave use_dora, lora_bias and the like out"
-            )
-        if policy.active_adapter in adapted.lora_A:
-            terms.add((adapted.r[policy.active_adapter], adapted.scaling[policy.active_adapter]))
+            raise refuse(f"peft_config adapts {name!r} by more than s·B·A", "leave use_dora and lora_bias out")
+        if name_of_adapter in adapted.lora_A:
+            terms.add((adapted.r[name_of_adapter], adapted.scaling[name_of_adapter]))
     if len(terms) != 1:
-        pairs = ", ".join(f"{rank} and {scaling:g}" for rank, scaling in sorted(terms)) or "none"
-        raise refuse(
-            f"the adapter's layers have several ranks and scales ({pairs}), of which vLLM reads one",
-            "leave rank_pattern and alpha_pattern out",
-        )
+        raise refuse("the adapter's layers differ in rank or scale", "leave rank_pattern and alpha_pattern out")
     ((rank, _),) = terms
-    if rank > _LARGEST_RANK:
-        raise refuse(f"peft_config has the rank {rank}, and vLLM takes {_LARGEST_RANK}", "lower lora_r")
+    lora_options(rank)
     return rank
 
 
@@ -121,10 +107,7 @@ def write_adapter(policy: PeftModel, directory: Path) -> int:
     directory.mkdir()
     stored = {key: value.detach().to(torch.bfloat16).contiguous().cpu() for key, value in tensors.items()}
     save_file(stored, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    config: Any = policy.peft_config[name]
-    training, config.inference_mode = config.inference_mode, True
-    try:
-        config.save_pretrained(directory)
-    finally:
-        config.inference_mode = training
+    config = copy.copy(policy.peft_config[name])
+    config.inference_mode = True
+    config.save_pretrained(directory)
     return sum(file.stat().st_size for file in directory.iterdir())

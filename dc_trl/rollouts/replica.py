@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from ..quantization import attention
-from ..quantization.adapter import active_terms, beside_base, lora_layers, require_adapter_beside
+from ..quantization.adapter import beside_base, lora_terms, require_adapter_beside
 from ..quantization.contract import read_tensors
 from ..quantization.fake_quantize import (
     ActivationQuantizer,
@@ -201,8 +201,8 @@ class Replica:
     def _add_adapter(self, policy: PreTrainedModel | PeftModel) -> None:
         """Make the adapted layers add the adapter's product, whose factors are buffers beside their weights."""
         require_adapter_beside(policy)
-        for name, layer in lora_layers(policy):
-            linear, ((a, b, scaling),) = self.model.get_submodule(name), active_terms(layer)
+        for name, (a, b, scaling) in lora_terms(policy):
+            linear = self.model.get_submodule(name)
             for key, factor in (("lora_a", a), ("lora_b", b)):
                 empty = torch.zeros(factor.shape, dtype=torch.bfloat16, device=self.model.device)
                 linear.register_buffer(key, empty)
@@ -212,8 +212,7 @@ class Replica:
     def sync(self, policy: PreTrainedModel | PeftModel) -> None:
         """Copy the present weights of the policy and quantize them; beside a base, copy the adapter alone."""
         if self._beside:
-            for name, layer in lora_layers(policy):
-                ((a, b, _),) = active_terms(layer)
+            for name, (a, b, _) in lora_terms(policy):
                 self._tensors[f"{name}.lora_a"].copy_(a)
                 self._tensors[f"{name}.lora_b"].copy_(b)
             if self._holds_base:

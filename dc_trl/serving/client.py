@@ -267,7 +267,7 @@ class ServerClient(RolloutClient):
             info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
             check_server(info, layers, config=config, **needs)
             self.kv_cache_dtype = cache = info["cache_config"]["cache_dtype"]
-            if needs.get("lora_rank") and not self._takes_adapters():
+            if needs.get("lora_rank") and not self._environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
                 raise ServerError(
                     f"vLLM at {self.base_url} takes adapters only when it starts: start it with dc-trl serve "
                     "--max_lora_rank, or with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
@@ -276,9 +276,8 @@ class ServerClient(RolloutClient):
             self._report(f"vLLM at {self.base_url} has its KV cache in {cache}, which the mismatch contains")
         self.vocabulary = config.get_text_config().vocab_size
 
-    def _takes_adapters(self) -> bool:
-        environment = self.connection.get("/server_info", params=_AS_JSON)["vllm_env"]
-        return bool(environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"])
+    def _environment(self) -> dict[str, Any]:
+        return self.connection.get("/server_info", params=_AS_JSON)["vllm_env"]
 
     def layers(self) -> str:
         """Return the engine's layers as text."""

@@ -19,7 +19,6 @@ import psutil
 from ..files import open_in_place
 from ..quantization.checkpoint import write_deployable
 from ..quantization.schemes import quantizes_cache
-from ..settings.paths import lora_rank
 from ..settings.pretrained import load_config
 from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
 from .connection import LOOPBACK, Connection
@@ -229,11 +228,6 @@ class VLLMServer:
 
     def __exit__(self, *error: object) -> None:
         self.stop()
-
-
-def lora_options(rank: int) -> list[str]:
-    """Return the options of `vllm serve` for adapters of a rank beside the base; see `lora_rank`."""
-    return ["--enable-lora", "--max-lora-rank", str(lora_rank(rank))]
 
 
 def cache_options(scheme: str) -> list[str]:

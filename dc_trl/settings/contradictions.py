@@ -193,18 +193,8 @@ CONTRADICTIONS = (
         "TRL streams to one server; set weight_sync='auto'",
         ["nccl"],
     ),
-    *(
-        Rule(
-            "lora_deployment",
-            {"use_vllm": [True], name: [value]},
-            f"{remedy}, or lora_deployment='merged'",
-            ["adapter"],
-        )
-        for name, value, remedy in (
-            ("vllm_mode", "colocate", "TRL builds that engine without LoRA; set vllm_mode='server'"),
-            ("weight_sync", "nccl", "TRL's stream sends merged weights; set weight_sync='auto'"),
-        )
-    ),
+    Rule("lora_deployment", {"use_vllm": [True], "vllm_mode": ["colocate"]}, _SERVER, ["adapter"]),
+    Rule("lora_deployment", {"weight_sync": ["nccl"]}, "TRL's stream is merged; set weight_sync='auto'", ["adapter"]),
     Rule("weight_sync_steps", {"weight_sync": ["nccl"]}, "checkpoints need older weights; set weight_sync='auto'"),
     Rule("weight_sync_steps", {"use_vllm": [True], "vllm_enable_sleep_mode": [True]}, f"sleep drops weights; {_ONE}"),
     Rule("routing_replay", {"use_vllm": [False], "deployment_scheme": [None]}, f"{_SCHEME}, or {_SERVER}"),

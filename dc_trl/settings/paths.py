@@ -23,22 +23,21 @@ def serve_line(folder: Path, shown: str | None = None) -> str:
     name, options = shown or str(folder), list[str]()
     adapter = folder / ADAPTER_FOLDER / "adapter_config.json"
     if adapter.is_file():
-        rank = lora_rank(json.loads(adapter.read_text())["r"])
-        modules = f"policy={name}/{ADAPTER_FOLDER}"
-        options = ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", modules]
+        rank = json.loads(adapter.read_text())["r"]
+        options = [*lora_options(rank), "--lora-modules", f"policy={name}/{ADAPTER_FOLDER}"]
     return shlex.join(["vllm", "serve", name, *options])
 
 
-def lora_rank(rank: int) -> int:
-    """Return the value of vLLM's --max-lora-rank, which takes few, for adapters of a rank.
+def lora_options(rank: int) -> list[str]:
+    """Return the options of `vllm serve` for adapters of a rank beside the base; it takes few largest ranks.
 
     Raises:
         ValueError: vLLM takes no adapter of this rank.
     """
     largest = next((each for each in _LORA_RANKS if each >= rank), None)
     if largest is None or rank < 1:
-        raise ValueError(f"the rank of the adapter is {rank}, and vLLM takes 1 to {_LORA_RANKS[-1]}: choose another.")
-    return largest
+        raise ValueError(f"lora_r={rank}: beside a base, vLLM takes adapters of rank 1 to {_LORA_RANKS[-1]}.")
+    return ["--enable-lora", "--max-lora-rank", str(largest)]
 
 
 def shipped_configs() -> Path:
@@ -84,6 +83,11 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
         return
     if (path / "adapter_config.json").is_file():
         raise ValueError(f"{option}={name!r} holds an adapter: give its model, and it as adapter_name_or_path.")
+    if (path / ADAPTER_FOLDER / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{option}={name!r} is a base with its adapter beside it (lora_deployment='adapter'), which this command "
+            f"does not take together: serve it with `{serve_line(path)}` and ask it for the model `policy`."
+        )
     what = "has no config.json, so it holds no model" if path.is_dir() else "does not exist as a directory"
     raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory.")
 

@@ -187,9 +187,7 @@ class RunTrainer(SamplingTrainer):
             ValueError: see `deployed_tensors`.
             OSError: the file system refused; the previous contents are unharmed.
         """
-        beside = None
-        if self.args.lora_deployment == "adapter":
-            beside = unwrapped(self.accelerator, self.model)
+        beside = unwrapped(self.accelerator, self.model) if self.args.lora_deployment == "adapter" else None
         tensors = self.deployed_tensors() if beside is None else policy_tensors(beside, adapters=False)
         if self.accelerator.is_main_process:
             self._checkpoint_writer.write(tensors, directory, self._facts(), beside)

@@ -1,7 +1,7 @@
 """Makes a trainer from a configuration. Errors of the input are found here, the cheapest checks first."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,9 +25,10 @@ from ..quantization.adapter import require_adapter_beside
 from ..records.settings import changed_settings
 from ..resuming.checkpoints import on_main_process
 from ..serving.fit import ROUTES_OPTION
-from ..serving.server import lora_options, serve
+from ..serving.server import serve
 from ..settings.command_line import say
 from ..settings.fields import ranges_of
+from ..settings.paths import lora_options
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
 from ..trainer import DCGRPOTrainer
@@ -106,7 +107,8 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     )
     if server.serve is not None and PartialState().is_main_process:
         lora = lora_options(peft_config.r) if args.lora_deployment == "adapter" else []
-        start_server(server, args, model.model_name_or_path, model.model_revision, stack, lora)
+        started = replace(server, serve_options=[*lora, *server.serve_options])
+        start_server(started, args, model.model_name_or_path, model.model_revision, stack)
     settings = changed_settings(data) | changed_settings(server) | changed_settings(watch) | changed_settings(adapter)
     trainer = DCGRPOTrainer(
         model=model.model_name_or_path if trained is None else _adapted(adapter, model, args),
@@ -134,14 +136,7 @@ def _adapted(adapter: AdapterArguments, model: ModelConfig, args: DCGRPOConfig) 
     return load_adapted(base, model.model_name_or_path, str(adapter.adapter_name_or_path))
 
 
-def start_server(
-    server: ServerArguments,
-    args: DCGRPOConfig,
-    model: str,
-    revision: str,
-    stack: ExitStack,
-    options: Sequence[str] = (),
-) -> None:
+def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:
     """Start the run's own server and write its address into `args`; it ends when the stack is closed."""
     gpu_options = ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
     running = stack.enter_context(
@@ -156,7 +151,6 @@ def start_server(
             options=[
                 *(gpu_options if torch.cuda.is_available() else []),
                 *([ROUTES_OPTION] if args.routing_replay else []),
-                *options,
                 *server.serve_options,
             ],
             report=say,
