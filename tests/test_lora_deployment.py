@@ -116,7 +116,7 @@ def test_the_aligned_forward_is_the_replicas(scheme):
     ],
 )
 def test_what_vllm_does_not_serve_is_refused_before_an_engine_is_built(tmp_path, model, named):
-    with pytest.raises(ValueError, match=f"(?s)lora_deployment='adapter'.*{named}"):
+    with pytest.raises(ValueError, match=named):
         make_trainer(tmp_path, model())
 
 

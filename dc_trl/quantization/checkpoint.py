@@ -117,12 +117,11 @@ class CheckpointWriter:
                 self._write_tensors(tensors, partial)
             except SafetensorError as error:
                 raise OSError(f"{directory} cannot be written: {error}") from error
-            of_adapter = {}
             if adapter is not None:
                 write_adapter(adapter, partial / ADAPTER_FOLDER)
-                of_adapter = {"adapter_sha256": digests(partial / ADAPTER_FOLDER)}
+                facts = {**(facts or {}), "adapter_sha256": digests(partial / ADAPTER_FOLDER)}
             if facts is not None:
-                write_contract(partial, {"scheme": self.scheme, **facts, **of_adapter})
+                write_contract(partial, {"scheme": self.scheme, **facts})
             partial.chmod(0o755)
             size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
             replace_folder_link(directory)

@@ -120,8 +120,7 @@ class DeployedForward(TrainerCallback):
     computed each time, from parameters that must be gathered unrounded (no `param_dtype`).
 
     LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and A and
-    B get its gradient. With `lora_deployment="adapter"` it computes Q(W)·x + s·B·(A·x). Dropout of an adapter is not
-    applied.
+    B get its gradient; with `lora_deployment="adapter"` Q(W)·x + s·B·(A·x). Dropout of an adapter is not applied.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one.

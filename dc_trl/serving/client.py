@@ -38,11 +38,6 @@ class Weights(NamedTuple):
     checkpoint: Path | None  # the path that the server sees; None for streamed weights, which cannot be reloaded
     adapter: Path | None = None  # likewise, of an adapter beside them; its name on the server is the version
 
-    @property
-    def run(self) -> str:
-        """What the versions of a run have in common, which is their base where there are adapters."""
-        return self.version.rpartition("-")[0]
-
     def addressed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of a request, addressed to the adapter if there is one."""
         return body if self.adapter is None else body | {"model": self.version}
@@ -246,7 +241,7 @@ class ServerClient(RolloutClient):
         if weights.adapter is None:
             self.load_checkpoint(str(weights.checkpoint), weights.version)
         else:
-            self._load_beside(weights, base=reload or served.rpartition("-")[0] != weights.run)
+            self._load_beside(weights, "" if reload else served)
 
     def require_version(self, served: str, weights: Weights) -> None:
         """Raise a `ServerUnavailableError` if the server held another version of the weights after completions."""
@@ -317,19 +312,20 @@ class ServerClient(RolloutClient):
         self._collective_rpc(method, weights_path=directory)
         self.reset_prefix_cache()
 
-    def _load_beside(self, weights: Weights, base: bool) -> None:
-        """Load an adapter, after its base if the server may hold another one.
+    def _load_beside(self, weights: Weights, served: str) -> None:
+        """Load an adapter, after its base if the version that is served is not of the same run, which has one base.
 
         Each version has a name of its own: vLLM 0.31 reads an adapter that was loaded in place (`load_inplace`) from
         its folder again in each step of the engine, and keeps the prefix cache of the old one.
         """
         self.name_weights(LOADING + weights.version)
-        if base:
+        run = weights.version.rpartition("-")[0]
+        if served.rpartition("-")[0] != run:
             self._reload(str(weights.checkpoint))
         with self.connection.reading("/v1/models"):
             names = [model["id"] for model in self.connection.get("/v1/models")["data"] if model["parent"] is not None]
         for name in names:
-            if name.rpartition("-")[0] == weights.run:
+            if name.rpartition("-")[0] == run:
                 self.connection.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
         adapter = {"lora_name": weights.version, "lora_path": str(weights.adapter)}
         self.connection.request("POST", "/v1/load_lora_adapter", json=adapter)

@@ -162,8 +162,8 @@ class SamplingTrainer(HookedTrainer):
         if self.accelerator.distributed_type == DistributedType.FSDP:
             # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        deployment = self.args.lora_deployment
-        forward = DeployedForward(self.model, scheme, activations=activations, lora_deployment=deployment)
+        way = self.args.lora_deployment
+        forward = DeployedForward(self.model, scheme, activations=activations, lora_deployment=way)
         self.add_callback(forward)
         return forward
 

@@ -1,6 +1,7 @@
 """A LoRA adapter merged before quantization, and beside its quantized base: mismatch, bytes and seconds."""
 
 import argparse
+import shutil
 import statistics
 import tempfile
 import time
@@ -102,12 +103,14 @@ def written_by(policy, scheme: str, way: str, repetitions: int) -> tuple[int, fl
     sizes: list[int] = []
     writer = CheckpointWriter(policy, scheme)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        target = Path(folder, way)
 
         def write() -> None:
-            target = Path(folder, str(len(sizes)))
-            sizes.append(
-                write_adapter(policy, target) if way == "adapter" else writer.write(policy_tensors(policy), target)
-            )
+            if way == "adapter":
+                shutil.rmtree(target, ignore_errors=True)
+                sizes.append(write_adapter(policy, target))
+            else:
+                sizes.append(writer.write(policy_tensors(policy), target))
 
         median = seconds(write, repetitions)
     return sizes[0], median
