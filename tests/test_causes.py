@@ -225,6 +225,8 @@ def test_script_splits_and_fails_above_a_bound(script, tmp_path, capsys):
 def test_of_several_schemes_the_nearest_is_taken(tokenizer):
     """As of a server whose layers are FP8 in one of two ways: by channel or by block."""
     assert schemes_of(["CompressedTensorsW8A8Fp8"]) == ["fp8", "fp8_block"]
+    assert schemes_of(["CompressedTensorsW8A16Fp8"]) == ["fp8_w8a16"]  # an "fp8" checkpoint on an older GPU
+    assert schemes_of(["Fp8PerChannelLinearMethod"]) == ["fp8", "fp8_block"]  # vLLM's own --quantization
     assert schemes_of(["CompressedTensorsW4A4Fp4"]) == ["nvfp4", "nvfp4a16"]
     assert schemes_of(["CompressedTensorsW8A8Mxfp8"]) == ["mxfp8"]
     assert schemes_of([]) == ["bf16"]

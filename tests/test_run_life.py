@@ -6,10 +6,11 @@ import logging
 from transformers.utils import logging as transformers_logging
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
-from dc_trl.callbacks.summary import BeforeAndAfter, summarize
+from dc_trl.callbacks.before_and_after import BeforeAndAfter
 from dc_trl.records.runs import read_run
 from dc_trl.report.tables import outcome_table
 from dc_trl.resuming.checkpoints import write_manifest
+from dc_trl.training.summary import summarize
 
 from .helpers import make_config, make_model, make_prompts
 

@@ -7,7 +7,7 @@ import torch
 from datasets import DatasetDict, IterableDataset, IterableDatasetDict
 
 from dc_trl import HistoryCallback
-from dc_trl.callbacks.summary import BeforeAndAfter
+from dc_trl.callbacks.before_and_after import BeforeAndAfter
 
 from . import helpers
 from .helpers import distinct_characters, logged, make_prompts

@@ -6,10 +6,11 @@ import pytest
 from transformers.utils import logging
 
 from dc_trl import HistoryCallback
-from dc_trl.callbacks.summary import BeforeAndAfter, summarize
+from dc_trl.callbacks.before_and_after import BeforeAndAfter
 from dc_trl.records.runs import read_run
 from dc_trl.training.arguments import WatchArguments
 from dc_trl.training.build import add_callbacks
+from dc_trl.training.summary import summarize
 
 from .helpers import make_prompts, make_trainer
 

@@ -133,10 +133,10 @@ class ConstraintSettings:
     )
     deployment_scheme: str | None = setting(
         None,
-        'Number format that the policy is deployed and therefore sampled in: "bf16", "fp8", "fp8_block", "int8", '
-        '"int4", "int4_g32", "nvfp4", "nvfp4a16" or "mxfp8"; by an in-process replica, or with use_vllm by vLLM in '
-        'this format. With "+fp8_kv" behind it ("fp8+fp8_kv") the KV cache too is in FP8. For research the replica '
-        'also has "int3" and "int2", which no engine serves.',
+        'Number format that the policy is deployed and therefore sampled in: "bf16", "fp8", "fp8_w8a16", "fp8_block", '
+        '"int8", "int4", "int4_g32", "nvfp4", "nvfp4a16" or "mxfp8"; by an in-process replica, or with use_vllm by '
+        'vLLM in this format. With "+fp8_kv" behind it ("fp8+fp8_kv") the KV cache too is in FP8. For research the '
+        'replica also has "int3" and "int2", which no engine serves.',
     )
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "ConstraintSettings":

@@ -11,17 +11,17 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..files import append_text, open_in_place
-from ..records.machine import installed_version
 from ..serving.guard import temporary_folder
 from ..settings.secrets import HIDDEN, is_secret_name, without_secrets
 
 
 # Those of `dc_trl.quantization.schemes`, which loads torch: the doctor has to speak where torch cannot be loaded.
-SERVED_SCHEMES = ("bf16", "fp8", "fp8_block", "int8", "int4", "int4_g32", "nvfp4", "nvfp4a16", "mxfp8")
+SERVED_SCHEMES = ("bf16", "fp8", "fp8_w8a16", "fp8_block", "int8", "int4", "int4_g32", "nvfp4", "nvfp4a16", "mxfp8")
 REPLICA_SCHEMES = ("int3", "int2")
 DEFAULT_SCHEMES = ("bf16", "fp8", "int8", "int4")
 _PACKAGES = ("dc_trl", "torch", "transformers", "trl", "vllm", "accelerate", "peft", "compressed-tensors", "datasets")
@@ -125,9 +125,14 @@ def _run(check: Check, setup: Setup, events: Path) -> Result:
 
 def facts() -> dict[str, str]:
     """Return the versions of packages, and the system without its name."""
-    packages = ", ".join(f"{name} {installed_version(name) or '(absent)'}" for name in _PACKAGES)
+    packages = []
+    for name in _PACKAGES:
+        try:
+            packages.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            packages.append(f"{name} (absent)")
     system = f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}"
-    return {"system": system, "packages": packages}
+    return {"system": system, "packages": ", ".join(packages)}
 
 
 def publishable(text: str) -> str:

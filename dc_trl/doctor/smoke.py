@@ -21,7 +21,6 @@ from typing import Any
 import psutil
 
 from ..files import append_text
-from ..records.machine import cpu_name
 from ..settings.command_line import leave_on_sigterm
 from .run import Check, Setup
 
@@ -36,7 +35,8 @@ def devices(setup: Setup, scheme: None) -> Found:
     """Describe cores, memory, PyTorch's build and the devices that it finds, and compute a number on one of them."""
     import torch
 
-    yield {"processor": f"{cpu_name()}, {psutil.virtual_memory().total / 1e9:.1f} GB"}
+    cpu = torch.backends.cpu.get_cpu_capability()  # the instructions by which vLLM chooses its kernels
+    yield {"processor": f"{cpu}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 1e9:.1f} GB"}
     yield {"torch built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else torch.version.hip or "CPU"}
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _PRESETS: dict[str, tuple[str, int | None]] = {
     "bf16": ("UNQUANTIZED", None),
     "fp8": ("FP8_DYNAMIC", None),  # E4M3 W8A8: a scale per output channel, activations per token, dynamic
+    # The same weights without activations: what vLLM makes of an "fp8" checkpoint on a GPU before Ada and Hopper.
+    "fp8_w8a16": ("FP8_DYNAMIC", None),
     "fp8_block": ("FP8_BLOCK", None),  # E4M3 W8A8: a scale per 128×128 block, activations per token and 128 channels
     "int8": ("W8A8", None),  # W8A8: a scale per output channel, activations per token, dynamic
     "int4": ("W4A16", None),  # W4A16: symmetric, groups of 128, or of 32 where a width is no multiple of 128
@@ -118,6 +120,8 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     scheme = preset_name_to_scheme(preset, targets=["Linear"])
     if scheme.weights is None:
         return scheme
+    if name == "fp8_w8a16":
+        scheme.input_activations = None
     if name in RESEARCH_BITS:
         scheme.weights.num_bits = RESEARCH_BITS[name]
     for layer, experts in fused_experts(model).items():

@@ -13,10 +13,11 @@ from .errors import ServerError
 
 CPU_EXTENSION = "dc_trl.serving.cpu_reload.CPUReloadExtension"
 ROUTES_OPTION = "--enable-return-routed-experts"
-# Names in vLLM of the layers that hold a scheme's weights.
+# Patterns of the names in vLLM of the layers that hold a scheme's weights.
 _LAYERS = {
     "bf16": None,
-    **dict.fromkeys(("fp8", "fp8_block"), "Fp8"),
+    **dict.fromkeys(("fp8", "fp8_block"), r"(?<!W8A16)Fp8"),
+    "fp8_w8a16": "W8A16Fp8",
     "int8": "Int8",
     **dict.fromkeys(("int4", "int4_g32"), "WNA16"),
     **dict.fromkeys(("nvfp4", "nvfp4a16"), "W4A4Fp4"),
@@ -136,7 +137,7 @@ def schemes_of(kinds: list[str], cache: str = "auto") -> list[str]:
     return [
         f"{scheme}{FP8_CACHE}" if cache in _FP8_CACHES else scheme
         for scheme, expected in _LAYERS.items()
-        if (any(expected in kind for kind in kinds) if expected else not kinds)
+        if (any(re.search(expected, kind) for kind in kinds) if expected else not kinds)
     ]
 
 

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
 
+from ..callbacks.before_and_after import BeforeAndAfter
 from ..callbacks.collapse import CollapseAlarmCallback
-from ..callbacks.summary import BeforeAndAfter, summarize
 from ..data.dapo import DAPO
 from ..hub.push import HubError
 from ..records.runs import HISTORY_FILE, SETTINGS_FILE, run_ended
@@ -18,6 +18,7 @@ from ..serving.errors import ServerError
 from ..trainer import DCGRPOTrainer
 from .output import holds_weights
 from .problems import DataArguments
+from .summary import summarize
 
 
 # Argument of `sys.exit`: None for success, the message of an error, or the exit code of a signal.
