@@ -84,8 +84,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     lora_deployment: Literal["merged", "adapter"] = setting(
         "merged",
-        'How a LoRA adapter is sampled and shipped: "merged" into the weights, which are quantized then; "adapter" '
-        "beside the base, which is quantized once, so that the adapter alone goes to the server; see docs/lora.md.",
+        'How a LoRA adapter is sampled and shipped: "merged" into the weights before they are quantized; "adapter", '
+        "beside a base that is quantized once, so that the adapter alone goes to the server; see docs/lora.md.",
     )
     score_centering: bool = setting(
         False,

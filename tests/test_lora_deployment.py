@@ -17,6 +17,7 @@ from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.rollouts.replica import Replica
 from dc_trl.serving.errors import ServerError
 from dc_trl.settings.paths import serve_line
+from dc_trl.settings.pretrained import load_config_and_tokenizer
 
 from .gaps import PROMPTS
 from .helpers import TINY_MODEL, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
@@ -145,7 +146,9 @@ def test_base_and_adapter_are_deployed_and_pushed(tmp_path):
     alone = Replica(make_model(64), "int4_g32")
     assert not [name for name in base if "lora" in name]
     assert {value.dtype for value in adapter.values()} == {torch.bfloat16}
-    assert read_contract(folder)["adapter_sha256"].keys() == adapter.keys()
+    assert read_contract(folder)["sha256"].keys() == base.keys() | adapter.keys()
+    with pytest.raises(ValueError, match="--lora-modules"):  # without its adapter it is another policy
+        load_config_and_tokenizer(str(folder))
     again = Replica.of_checkpoint(folder, "int4_g32").model.state_dict()
     assert all(torch.equal(again[name], value) for name, value in alone.model.state_dict().items())
     # PEFT loads it; its forward is that of the replica which sampled.
@@ -155,7 +158,8 @@ def test_base_and_adapter_are_deployed_and_pushed(tmp_path):
     assert {"deployment/adapter/adapter_config.json", "deployment/adapter/adapter_model.safetensors"} <= {
         *run_files(tmp_path)
     }
-    assert serve_line(folder, "m") == "vllm serve m --enable-lora --max-lora-rank 8 --lora-modules policy=m/adapter"
+    options = f"--enable-lora --max-lora-rank 8 --lora-modules policy={folder}/adapter"
+    assert serve_line(folder) == f"vllm serve {folder} {options}"
 
 
 def test_a_resumed_run_samples_with_the_same_older_adapter(tmp_path):
@@ -175,7 +179,7 @@ def test_a_resumed_run_samples_with_the_same_older_adapter(tmp_path):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    options = ("--scheme", "fp8", "--max_model_len", "256", "--max_lora_rank", "8")
+    options = ("--scheme", "fp8", "--max_model_len", "256", "--", "--enable-lora", "--max-lora-rank", "8")
     with serving(tmp_path_factory.mktemp("lora"), *options) as it:
         it.url = it.url()
         yield it
@@ -236,7 +240,7 @@ def test_the_adapter_alone_goes_to_a_server(server, tmp_path):
 @requires_vllm
 @pytest.mark.long
 def test_a_server_that_takes_no_adapters_is_refused(fp8_server, server, tmp_path):
-    with pytest.raises(ServerError, match="--max_lora_rank"):
+    with pytest.raises(ServerError, match="--enable-lora"):
         at(fp8_server, tmp_path)
     with pytest.raises(ServerError, match="rank 16"):
         make_trainer(

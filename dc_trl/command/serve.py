@@ -18,7 +18,6 @@ from ..serving.errors import ServerError
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import OptionParser, add_model, leave_on_sigterm, refused_in_one_line, say
-from ..settings.paths import lora_options
 
 
 def make_parser() -> OptionParser:
@@ -31,7 +30,6 @@ def make_parser() -> OptionParser:
     parser.add_argument("--start_timeout", type=float, default=600.0, help="seconds to wait for the server")
     parser.add_argument("--log", type=Path, help="file for the server's output")
     parser.add_argument("--routing_replay", action="store_true", help="return the experts that were chosen")
-    parser.add_argument("--max_lora_rank", type=int, help="largest rank of an adapter (lora_deployment: adapter)")
     parser.add_argument("--require_api_key", action="store_true", help="refuse to start without VLLM_API_KEY")
     parser.add_argument("options", nargs="*", help="options of `vllm serve`, after --")
     return parser
@@ -54,11 +52,7 @@ def main(words: Sequence[str] | None = None) -> None:
             max_model_len=args.max_model_len,
             start_timeout=args.start_timeout,
             log_path=args.log,
-            options=[
-                *([ROUTES_OPTION] if args.routing_replay else []),
-                *([] if args.max_lora_rank is None else lora_options(args.max_lora_rank)),
-                *args.options,
-            ],
+            options=[*([ROUTES_OPTION] if args.routing_replay else []), *args.options],
             report=say,
         ) as server,
     ):

@@ -62,7 +62,8 @@ def complete_card(trainer: Trainer) -> None:
     parts.append(markdown_table(("setting", "value"), [(f"`{name}`", str(value)) for name, value in settings.items()]))
     deployment = folder / runs.DEPLOYMENT_FOLDER
     if (deployment / "config.json").is_file():
-        parts.append(_SERVE.format(repository=repository, serve=serve_line(deployment, "model/deployment")))
+        line = serve_line(deployment).replace(str(deployment), f"model/{deployment.name}")
+        parts.append(_SERVE.format(repository=repository, serve=line))
     card.text = "\n\n".join(parts)
     write_text(folder / CARD_FILE, str(card))
 

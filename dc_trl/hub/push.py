@@ -66,9 +66,8 @@ def run_files(folder: str | Path, deployment: bool = True) -> list[str]:
     """
     patterns = [*MODEL_FILES, *RUN_FILES]
     if deployment:
-        patterns += [f"{DEPLOYMENT_FOLDER}/{pattern}" for pattern in (*MODEL_FILES, CONTRACT_FILE)]
-        adapter = ("adapter_config.json", "adapter_model.safetensors")
-        patterns += [f"{DEPLOYMENT_FOLDER}/{ADAPTER_FOLDER}/{name}" for name in adapter]
+        folders = (DEPLOYMENT_FOLDER, f"{DEPLOYMENT_FOLDER}/{ADAPTER_FOLDER}")
+        patterns += [f"{each}/{pattern}" for each in folders for pattern in (*MODEL_FILES, CONTRACT_FILE)]
     files = {path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}
     return sorted(str(path.relative_to(folder)) for path in files)
 

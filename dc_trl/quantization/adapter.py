@@ -3,13 +3,12 @@
 An adapted layer computes Q(W)·x + s·B·(A·x), where only the first product is quantized.
 """
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, PeftType, get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -67,13 +66,7 @@ def require_adapter_beside(policy: PreTrainedModel | PeftModel | str) -> int:
 
     if not isinstance(policy, PeftModel):
         raise refuse("the policy has no adapter", "pass a peft_config (use_peft=true)")
-    config: Any = policy.active_peft_config
-    if config.peft_type != PeftType.LORA:
-        raise refuse(f"peft_config is of type {config.peft_type.value}", "use LoRA")
-    if config.bias != "none":
-        raise refuse(f"peft_config trains biases (bias={config.bias!r}), which vLLM does not load", "set bias='none'")
     base, name_of_adapter = base_model(policy), policy.active_adapter
-    ends = {id(base.get_input_embeddings()), id(base.get_output_embeddings())}
     terms = set()
     for name, module in base.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
@@ -81,15 +74,18 @@ def require_adapter_beside(policy: PreTrainedModel | PeftModel | str) -> int:
         if not isinstance(module, BaseTunerLayer):
             continue
         adapted: Any = module
-        plain = isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper) and id(module) not in ends
-        if not plain or not isinstance(adapted.get_base_layer(), nn.Linear):
-            raise refuse(f"peft_config adapts {name!r}, a {type(module).__name__}", "adapt linear layers alone")
+        plain = isinstance(module, LoraLayer) and isinstance(adapted.get_base_layer(), nn.Linear)
+        if not plain or isinstance(module, ParamWrapper) or module is base.get_output_embeddings():
+            raise refuse(f"peft_config adapts {name!r}", "adapt linear layers of the decoder by LoRA alone")
         if any((*adapted.lora_variant.values(), *adapted.lora_bias.values())):
             raise refuse(f"peft_config adapts {name!r} by more than s·B·A", "leave use_dora and lora_bias out")
         if name_of_adapter in adapted.lora_A:
             terms.add((adapted.r[name_of_adapter], adapted.scaling[name_of_adapter]))
     if len(terms) != 1:
-        raise refuse("the adapter's layers differ in rank or scale", "leave rank_pattern and alpha_pattern out")
+        raise refuse("the adapter has no common rank and scale", "use LoRA without rank_pattern and alpha_pattern")
+    config: Any = policy.active_peft_config
+    if config.bias != "none":
+        raise refuse(f"peft_config trains biases (bias={config.bias!r}), which vLLM does not load", "set bias='none'")
     ((rank, _),) = terms
     lora_options(rank)
     return rank
@@ -107,7 +103,5 @@ def write_adapter(policy: PeftModel, directory: Path) -> int:
     directory.mkdir()
     stored = {key: value.detach().to(torch.bfloat16).contiguous().cpu() for key, value in tensors.items()}
     save_file(stored, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = copy.copy(policy.peft_config[name])
-    config.inference_mode = True
-    config.save_pretrained(directory)
+    policy.peft_config[name].save_pretrained(directory)
     return sum(file.stat().st_size for file in directory.iterdir())

@@ -28,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..files import locked_folder, replace_folder_link, write_text
 from ..settings.paths import ADAPTER_FOLDER
 from .adapter import write_adapter
-from .contract import digests, write_contract
+from .contract import write_contract
 from .fake_quantize import compressed_weight
 from .policy import base_model, empty_copy
 from .schemes import quantized_weights, quantizes_cache, require_served_scheme, resolve_scheme
@@ -99,7 +99,7 @@ class CheckpointWriter:
                 computed buffers) are ignored.
             directory: directory of the checkpoint, whose parent must exist.
             facts: what its contract says beside scheme and tensors, JSON values; without it there is no contract.
-            adapter: policy whose adapter goes beside its base, into `adapter/`, with digests in the contract.
+            adapter: policy whose adapter goes beside its base, into `adapter/`.
 
         Returns:
             Size of all files, in bytes.
@@ -119,7 +119,6 @@ class CheckpointWriter:
                 raise OSError(f"{directory} cannot be written: {error}") from error
             if adapter is not None:
                 write_adapter(adapter, partial / ADAPTER_FOLDER)
-                facts = {**(facts or {}), "adapter_sha256": digests(partial / ADAPTER_FOLDER)}
             if facts is not None:
                 write_contract(partial, {"scheme": self.scheme, **facts})
             partial.chmod(0o755)

@@ -17,8 +17,8 @@ CONTRACT_FILE = "dc_trl.json"
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Return the tensors in the safetensors files of a directory, by name; they are mapped into memory."""
-    return {key: value for file in sorted(directory.glob("*.safetensors")) for key, value in load_file(file).items()}
+    """Return the tensors in the safetensors files of a directory, by name, an adapter's beside its base too."""
+    return {key: value for file in sorted(directory.rglob("*.safetensors")) for key, value in load_file(file).items()}
 
 
 def digest(tensor: Tensor) -> str:
@@ -26,14 +26,10 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
-def digests(directory: Path) -> dict[str, str]:
-    """Return the digest of each tensor in the safetensors files of a directory."""
-    return {name: digest(tensor) for name, tensor in read_tensors(directory).items()}
-
-
 def write_contract(directory: Path, facts: Mapping[str, Any]) -> None:
     """Write the contract of the checkpoint in a directory: facts, as JSON values, and digests of its tensors."""
-    text = json.dumps({**facts, "sha256": digests(directory)}, indent=2, ensure_ascii=False)
+    digests = {name: digest(tensor) for name, tensor in read_tensors(directory).items()}
+    text = json.dumps({**facts, "sha256": digests}, indent=2, ensure_ascii=False)
     write_text(directory / CONTRACT_FILE, f"{text}\n")
 
 

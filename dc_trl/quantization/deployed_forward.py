@@ -180,7 +180,7 @@ class DeployedForward(TrainerCallback):
             else:
                 self._hook(layer, self._quantizer if name in quantized_layers else None)
             for adapter in merged if adapters else ():
-                (self._add_beside if beside else self._merge)(adapter)
+                self._replace_forward(adapter, beside)
         self._hook_policy(base)
         if compute:
             round_as_vllm(base, lambda: self.enabled)
@@ -295,27 +295,19 @@ class DeployedForward(TrainerCallback):
         backbone.register_forward_pre_hook(before_backbone, with_kwargs=True)
         backbone.register_forward_hook(after_backbone, always_call=True)
 
-    def _merge(self, adapter: Any) -> None:
-        """Skip an adapter's own forward: the deployed weight of the layer below contains it."""
+    def _replace_forward(self, adapter: Any, beside: bool) -> None:
+        """Replace an adapter's own forward: the weight below contains it, or it is added `beside` as vLLM does."""
         forward, own = self, adapter.forward
 
         @functools.wraps(own)
-        def merged(*args: Any, **kwargs: Any) -> Any:
-            return adapter.base_layer(*args, **kwargs) if forward.enabled else own(*args, **kwargs)
-
-        adapter.forward = merged
-
-    def _add_beside(self, adapter: Any) -> None:
-        """Compute an adapter's product as vLLM does, beside the quantized layer."""
-        forward, own = self, adapter.forward
-
-        @functools.wraps(own)
-        def added(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def deployed(inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not forward.enabled:
                 return own(inputs, *args, **kwargs)
-            return sum((beside_base(inputs, *term) for term in active_terms(adapter)), adapter.base_layer(inputs))
+            output = adapter.base_layer(inputs, *args, **kwargs)
+            terms = active_terms(adapter) if beside else ()
+            return sum((beside_base(inputs, *term) for term in terms), output)
 
-        adapter.forward = added
+        adapter.forward = deployed
 
     def _place(self, layer: _Layer) -> None:
         if (self._weights or self._compute or layer.adapters) and not layer.placed:

@@ -202,22 +202,20 @@ class Replica:
         """Make the adapted layers add the adapter's product, whose factors are buffers beside their weights."""
         require_adapter_beside(policy)
         for name, (a, b, scaling) in lora_terms(policy):
-            linear = self.model.get_submodule(name)
-            for key, factor in (("lora_a", a), ("lora_b", b)):
-                empty = torch.zeros(factor.shape, dtype=torch.bfloat16, device=self.model.device)
-                linear.register_buffer(key, empty)
+            linear, kind = self.model.get_submodule(name), {"dtype": torch.bfloat16, "device": self.model.device}
+            linear.register_buffer("lora_a", torch.empty_like(a, **kind))
+            linear.register_buffer("lora_b", torch.empty_like(b, **kind))
             _add_product(linear, scaling)
 
     @torch.no_grad()
     def sync(self, policy: PreTrainedModel | PeftModel) -> None:
         """Copy the present weights of the policy and quantize them; beside a base, copy the adapter alone."""
-        if self._beside:
-            for name, (a, b, _) in lora_terms(policy):
-                self._tensors[f"{name}.lora_a"].copy_(a)
-                self._tensors[f"{name}.lora_b"].copy_(b)
-            if self._holds_base:
-                return
-        self._holds_base = True
+        for name, (a, b, _) in lora_terms(policy) if self._beside else ():
+            self._tensors[f"{name}.lora_a"].copy_(a)
+            self._tensors[f"{name}.lora_b"].copy_(b)
+        if self._holds_base:
+            return
+        self._holds_base = self._beside
         for name, tensor in policy_tensors(policy, adapters=not self._beside):
             scale = self._tensors.get(f"{name}_scale")
             if scale is not None:

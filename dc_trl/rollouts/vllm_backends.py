@@ -33,6 +33,7 @@ from .truncation import named_by_vllm
 
 
 logger = get_logger(__name__)
+_BASE = "base"  # the folder of what stays beside adapters, among those of the versions
 
 
 class Generation(VLLMGeneration):
@@ -117,17 +118,13 @@ class _DeployedGeneration(Generation):
         """Directory of the weights that the engine is to hold."""
         return self._folder(self._run) / self.weight_version
 
-    @property
-    def _base(self) -> Path:
-        return self._folder(self._run) / "base"
-
     def _folder(self, run: str) -> Path:
         # In shared memory by default. Host names contain no "_".
         return Path(self.weight_sync_dir or "/dev/shm", f"dc_trl-sync-{socket.gethostname()}_{run}")
 
     def _remove_checkpoints(self) -> None:
         for checkpoint in self._folder(self._run).iterdir():
-            if checkpoint != self._base:
+            if checkpoint.name != _BASE:
                 shutil.rmtree(checkpoint, ignore_errors=True)
 
     def _load(self) -> None:
@@ -150,7 +147,7 @@ class _DeployedGeneration(Generation):
             stack.enter_context(locked_folder(folder, others=self._folder("*").name))
             weakref.finalize(self, stack.close)
             if self._beside:
-                self._writer.write(policy_tensors(policy, adapters=False), self._base)
+                self._writer.write(policy_tensors(policy, adapters=False), folder / _BASE)
 
     def _write(self) -> None:
         """Write the present weights on the processes that write; all take part in gathering, and raise its errors."""
@@ -226,7 +223,7 @@ class ServerGeneration(_DeployedGeneration):
 
     def _choose_weight_sync(self) -> str:
         shares_gpu = is_local(self._urls[0]) and torch.cuda.device_count() == 1  # NCCL refuses two ranks on one GPU
-        by_file = needs_checkpoint(self.deployment_scheme, self._urls, self.accelerator.device)
+        by_file = self._beside or needs_checkpoint(self.deployment_scheme, self._urls, self.accelerator.device)
         return "checkpoint" if by_file or shares_gpu or is_packed(self.model) else "nccl"
 
     def _connect(self) -> None:
@@ -279,7 +276,8 @@ class ServerGeneration(_DeployedGeneration):
     def _load(self) -> None:
         with raised_together(ServerError):
             if self.accelerator.is_main_process:
-                folders = (self._base, self.checkpoint) if self._beside else (self.checkpoint, None)
+                written = self.checkpoint
+                folders = (written.with_name(_BASE), written) if self._beside else (written, None)
                 self.vllm_client.load(Weights(self.weight_version, *folders))
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:

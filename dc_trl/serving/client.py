@@ -38,10 +38,6 @@ class Weights(NamedTuple):
     checkpoint: Path | None  # the path that the server sees; None for streamed weights, which cannot be reloaded
     adapter: Path | None = None  # likewise, of an adapter beside them; its name on the server is the version
 
-    def addressed(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the body of a request, addressed to the adapter if there is one."""
-        return body if self.adapter is None else body | {"model": self.version}
-
 
 class RolloutSeeds:
     """Seeds of the prompts of a rollout, derived from one number of PyTorch's generator.
@@ -180,8 +176,7 @@ class ServerClient(RolloutClient):
         path = url.removeprefix(self.base_url)
         if path == "/v1/completions":
             # Each prompt is a separate request, since only a request can have a seed.
-            body = kwargs["json"] if self.weights is None else self.weights.addressed(kwargs["json"])
-            requests = self.seeds.requests(body)
+            requests = self.seeds.requests(kwargs["json"])
             answers = zip(requests, self.connection.post_all(path, requests), strict=True)
             read = [require_rollout(*pair, self.base_url, self.vocabulary) for pair in answers]
             return self._take_choices([choice for choices in read for choice in choices])
@@ -229,6 +224,8 @@ class ServerClient(RolloutClient):
             ServerUnavailableError: the load failed, or the server holds other weights afterwards.
             ServerError: there is no checkpoint from which to load them.
         """
+        if weights.adapter is not None:
+            self.model = weights.version  # which requests name
         served = self.weight_version()
         if served == weights.version and not (reload and weights.checkpoint is not None):
             return
@@ -262,17 +259,15 @@ class ServerClient(RolloutClient):
             info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
             check_server(info, layers, config=config, **needs)
             self.kv_cache_dtype = cache = info["cache_config"]["cache_dtype"]
-            if needs.get("lora_rank") and not self._environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
+            environment = self.connection.get("/server_info", params=_AS_JSON)["vllm_env"]
+            if needs.get("lora_rank") and not environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
                 raise ServerError(
-                    f"vLLM at {self.base_url} takes adapters only when it starts: start it with dc-trl serve "
-                    "--max_lora_rank, or with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
+                    f"vLLM at {self.base_url} takes adapters only when it starts: start it with "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, or with dc-trl serve."
                 )
         if needs["scheme"] is None and cache not in PLAIN_CACHES:
             self._report(f"vLLM at {self.base_url} has its KV cache in {cache}, which the mismatch contains")
         self.vocabulary = config.get_text_config().vocab_size
-
-    def _environment(self) -> dict[str, Any]:
-        return self.connection.get("/server_info", params=_AS_JSON)["vllm_env"]
 
     def layers(self) -> str:
         """Return the engine's layers as text."""
@@ -323,7 +318,7 @@ class ServerClient(RolloutClient):
         if served.rpartition("-")[0] != run:
             self._reload(str(weights.checkpoint))
         with self.connection.reading("/v1/models"):
-            names = [model["id"] for model in self.connection.get("/v1/models")["data"] if model["parent"] is not None]
+            names = [model["id"] for model in self.connection.get("/v1/models")["data"]]
         for name in names:
             if name.rpartition("-")[0] == run:
                 self.connection.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name})

@@ -24,7 +24,6 @@ T = TypeVar("T")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_SECONDS = 10.0
 MAX_CONCURRENT = 512  # largest number of concurrent requests; a process may have 1,024 open files by default
-_IN_WORDS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # vLLM answers them by a sentence, and not in JSON
 _RETRY_STATUSES = (408, 425, 429)  # the HTTP 4xx that mean "later" and not "no"
 
 
@@ -196,7 +195,7 @@ class Connection:
             raise ServerUnavailableError(f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}")
         if status >= 400:
             raise ServerRefusedError(f"vLLM at {self.url} refused {path} (HTTP {status}): {text[:500]}")
-        if path in _IN_WORDS:
+        if path.endswith("load_lora_adapter"):  # vLLM answers by a sentence, and not in JSON
             return {"answer": text}
         try:
             return dict(response.json())

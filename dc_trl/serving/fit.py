@@ -82,9 +82,14 @@ def check_server(
     largest = (info.get("lora_config") or {}).get("max_lora_rank", 0)
     if lora_rank > largest:
         raise ServerError(
-            f"the server takes {f'adapters of rank {largest} or less' if largest else 'no adapters'}, and "
-            f"lora_deployment='adapter' loads one of rank {lora_rank}: start it with dc-trl serve --max_lora_rank and "
-            "the rank, or set lora_deployment='merged'."
+            f"the server takes adapters up to rank {largest}, and lora_deployment='adapter' loads one of rank "
+            f"{lora_rank}: start it with --enable-lora and a higher --max-lora-rank, or set lora_deployment='merged'."
+        )
+    # An adapter is known to the API process that loads it. Other versions of vLLM do not have this entry.
+    if lora_rank and (processes := info["parallel_config"].get("_api_process_count", 1)) > 1:
+        raise ServerError(
+            f"the server answers by {processes} processes, of which one would know the adapter of lora_deployment="
+            "'adapter': start it with --api-server-count 1, or set lora_deployment='merged'."
         )
     embedding = re.search(r"embedding_dim=(\d+), org_vocab_size=(\d+)", layers)
     trained = (text.hidden_size, text.vocab_size)

@@ -46,7 +46,6 @@ class PooledServer:
         """Return the answer to a request, if it is from the weights."""
         connection = self.client.connection
         body = request | {"model": self.client.model}
-        body = body if weights is None else weights.addressed(body)
         answer = await connection.arequest("POST", "/v1/completions", json=body)
         answer["choices"] = require_rollout(body, answer, self.url, self.client.vocabulary)
         if weights is not None:

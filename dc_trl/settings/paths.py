@@ -8,36 +8,25 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
 ADAPTER_FOLDER = "adapter"  # beside the base in a deployed checkpoint
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM 0.31
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank in vLLM 0.31
 # Suffixes of the data files that can be read, each with the reader's name in `datasets`.
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def serve_line(folder: Path, shown: str | None = None) -> str:
-    """Return the shell command that serves a checkpoint, with an adapter beside its base as the model `policy`.
-
-    Args:
-        folder: directory of the checkpoint.
-        shown: its name in the command, if it is served elsewhere.
-    """
-    name, options = shown or str(folder), list[str]()
-    adapter = folder / ADAPTER_FOLDER / "adapter_config.json"
-    if adapter.is_file():
-        rank = json.loads(adapter.read_text())["r"]
-        options = [*lora_options(rank), "--lora-modules", f"policy={name}/{ADAPTER_FOLDER}"]
-    return shlex.join(["vllm", "serve", name, *options])
+def serve_line(folder: Path) -> str:
+    """Return the shell command that serves a checkpoint; an adapter beside its base is the model `policy`."""
+    adapter, options = folder / ADAPTER_FOLDER, list[str]()
+    if (adapter / "adapter_config.json").is_file():
+        rank = json.loads((adapter / "adapter_config.json").read_text())["r"]
+        options = [*lora_options(rank), "--lora-modules", f"policy={adapter}"]
+    return shlex.join(["vllm", "serve", str(folder), *options])
 
 
 def lora_options(rank: int) -> list[str]:
-    """Return the options of `vllm serve` for adapters of a rank beside the base; it takes few largest ranks.
-
-    Raises:
-        ValueError: vLLM takes no adapter of this rank.
-    """
-    largest = next((each for each in _LORA_RANKS if each >= rank), None)
-    if largest is None or rank < 1:
+    """Return the options of `vllm serve` for adapters of a rank; a `ValueError` says that there are none."""
+    if not 1 <= rank <= _LORA_RANKS[-1]:
         raise ValueError(f"lora_r={rank}: beside a base, vLLM takes adapters of rank 1 to {_LORA_RANKS[-1]}.")
-    return ["--enable-lora", "--max-lora-rank", str(largest)]
+    return ["--enable-lora", "--max-lora-rank", str(next(each for each in _LORA_RANKS if each >= rank))]
 
 
 def shipped_configs() -> Path:
@@ -78,16 +67,16 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
     if not name:
         raise ValueError(f"{option} is not set: give a Hub id or a directory.")
     path = Path(name).expanduser()
+    if (path / ADAPTER_FOLDER / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{option}={name!r} has an adapter beside its base, without which it is another policy: serve both with "
+            f"`{serve_line(path)}`, or deploy with lora_deployment='merged'."
+        )
     is_path = path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if not is_path or (path / "config.json").is_file():
         return
     if (path / "adapter_config.json").is_file():
         raise ValueError(f"{option}={name!r} holds an adapter: give its model, and it as adapter_name_or_path.")
-    if (path / ADAPTER_FOLDER / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{option}={name!r} is a base with its adapter beside it (lora_deployment='adapter'), which this command "
-            f"does not take together: serve it with `{serve_line(path)}` and ask it for the model `policy`."
-        )
     what = "has no config.json, so it holds no model" if path.is_dir() else "does not exist as a directory"
     raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory.")
 

@@ -83,9 +83,8 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
             if name != "logprobs" or args.named_tokens == 0
         },
     }
-    # Only a checkpoint can bring back older weights, and only as files an adapter alone arrives.
-    by_file = args.weight_sync_steps > 1 or args.lora_deployment == "adapter"
-    weight_sync = "checkpoint" if by_file else args.weight_sync
+    # Only a checkpoint can bring back older weights.
+    weight_sync = "checkpoint" if args.weight_sync_steps > 1 else args.weight_sync
     if args.vllm_mode == "server":
         # A server takes what TRL's requests do not set from the model.
         of_model = base_model(model).generation_config.to_dict()

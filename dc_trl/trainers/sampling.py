@@ -76,14 +76,8 @@ class SamplingTrainer(HookedTrainer):
         model = shipped(model) if isinstance(model, str) else model
         checked: dict[str, Any] = {name: kwargs.get(name) for name in _CHECKED}
         prompts = require_startable(model=model, reward_funcs=reward_funcs, args=args, **checked)
-        if args.lora_deployment == "adapter":
-            if kwargs.get("peft_config") is None:
-                require_adapter_beside(model)
-            if (sharding := sharding_of(args)).divides_parameters:
-                raise ValueError(
-                    f"lora_deployment='adapter' does not gather the parameters that {sharding} divides: set "
-                    "lora_deployment='merged', or launch without sharding."
-                )
+        if args.lora_deployment == "adapter" and kwargs.get("peft_config") is None:
+            require_adapter_beside(model)
         if args.use_vllm and args.vllm_mode == "server":
             revision, trust = (args.model_init_kwargs or {}).get("revision", "main"), args.trust_remote_code
             by_name = isinstance(model, str)
