@@ -259,12 +259,13 @@ class ServerClient(RolloutClient):
             info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
             check_server(info, layers, config=config, **needs)
             self.kv_cache_dtype = cache = info["cache_config"]["cache_dtype"]
-            environment = self.connection.get("/server_info", params=_AS_JSON)["vllm_env"]
-            if needs.get("lora_rank") and not environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
-                raise ServerError(
-                    f"vLLM at {self.base_url} takes adapters only when it starts: start it with "
-                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, or with dc-trl serve."
-                )
+            if needs.get("lora_rank"):
+                answer = self.connection.get("/server_info", params=_AS_JSON)
+                if not answer["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
+                    raise ServerError(
+                        f"vLLM at {self.base_url} takes adapters only when it starts: start it with "
+                        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, or with dc-trl serve."
+                    )
         if needs["scheme"] is None and cache not in PLAIN_CACHES:
             self._report(f"vLLM at {self.base_url} has its KV cache in {cache}, which the mismatch contains")
         self.vocabulary = config.get_text_config().vocab_size
