@@ -82,6 +82,11 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         'engine does; "weights" with its weights alone (QUADS, arXiv 2607.15810); False with neither. Gradients pass '
         "the rounding unchanged; see docs/aligned.md. If it is not set, recipe decides.",
     )
+    lora_deployment: Literal["merged", "adapter"] = setting(
+        "merged",
+        'How a LoRA adapter is sampled and shipped: "merged" into the weights before they are quantized; "adapter", '
+        "beside a base that is quantized once, so that the adapter alone goes to the server; see docs/lora.md.",
+    )
     score_centering: bool = setting(
         False,
         "Take the mean of the score ∇ log π_train(v) over the sampler's distribution away from the score of each "

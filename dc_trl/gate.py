@@ -182,11 +182,12 @@ def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
         (f"{args.split_setting}", args.split_by is not None, whole),
         ("top_p, top_k or min_p", bool(args.truncations), sharding.kind != "DEEPSPEED" or sharding.level < 3),
         ("score_centering=True", args.score_centering, sharding.kind is None),
+        ("lora_deployment='adapter'", args.lora_deployment == "adapter", not sharding.divides_parameters),
     ):
         if applies and not works:
             raise ValueError(
                 f"{setting} reads whole parameters, which {sharding} divides: leave it out, or launch without "
-                "sharding (DDP) or, unless for score_centering, with FSDP2 (fsdp_version: 2)."
+                "sharding (DDP) or, unless for score_centering or an adapter, with FSDP2 (fsdp_version: 2)."
             )
     if needy is not None and not args.use_vllm and scheme is None and not own_rollouts:
         raise ValueError(

@@ -9,6 +9,7 @@ python scripts/benchmark.py grading     completions graded in this process, and 
 python scripts/benchmark.py routing     KL, |Δp| and flipped experts of random mixtures, without and with replay
 python scripts/benchmark.py aligned     what train_through_quantization leaves of the mismatch, costs, and earns
 python scripts/benchmark.py lengths     what length-aware batches save on TRL's padding
+python scripts/benchmark.py lora        mismatch, bytes and seconds of an adapter merged, and beside its base
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from benchmarks.aligned import aligned
 from benchmarks.lengths import SIZES, lengths
+from benchmarks.lora import lora
 from benchmarks.routing import routing
 from benchmarks.steps import StepClock, peak, ratios, train_in_turns
 from transformers import (
@@ -316,6 +318,7 @@ BENCHMARKS = {
     "routing": routing,
     "aligned": aligned,
     "lengths": lengths,
+    "lora": lora,
 }
 
 

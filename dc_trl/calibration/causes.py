@@ -21,7 +21,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import comb
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ class Case(NamedTuple):
             "compute": "precision",
             "adapters": "adapter",
         }
-        switches = {name: cause in removed for name, cause in arguments.items()}
+        switches: dict[str, Any] = {name: cause in removed for name, cause in arguments.items()}
         deployed = DeployedForward(view, scheme, **switches)
         if disturbed:
             disturb(view, self.settings.seed)

@@ -13,6 +13,7 @@ from ..constraint.settings import ConstraintSettings
 from ..files import write_text
 from ..records import runs
 from ..records.tables import markdown_table
+from ..settings.paths import serve_line
 
 
 CARD_FILE = "README.md"
@@ -30,7 +31,7 @@ _SERVE = """### Serve it as it was trained
 
 ```bash
 hf download {repository} --include "deployment/*" --local-dir model
-vllm serve model/deployment
+{serve}
 ```
 """
 
@@ -59,8 +60,10 @@ def complete_card(trainer: Trainer) -> None:
         parts.append(f"![{alt}]({runs.FIGURE_FILE})")
     settings = constraint_settings(args)
     parts.append(markdown_table(("setting", "value"), [(f"`{name}`", str(value)) for name, value in settings.items()]))
-    if (folder / runs.DEPLOYMENT_FOLDER / "config.json").is_file():
-        parts.append(_SERVE.format(repository=repository))
+    deployment = folder / runs.DEPLOYMENT_FOLDER
+    if (deployment / "config.json").is_file():
+        line = serve_line(deployment).replace(str(deployment), f"model/{deployment.name}")
+        parts.append(_SERVE.format(repository=repository, serve=line))
     card.text = "\n\n".join(parts)
     write_text(folder / CARD_FILE, str(card))
 

@@ -25,6 +25,7 @@ from ..config import DCGRPOConfig
 from ..files import read_text
 from ..quantization.contract import CONTRACT_FILE
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
+from ..settings.paths import ADAPTER_FOLDER
 from ..version import __version__
 from .card import CARD_FILE
 
@@ -65,7 +66,8 @@ def run_files(folder: str | Path, deployment: bool = True) -> list[str]:
     """
     patterns = [*MODEL_FILES, *RUN_FILES]
     if deployment:
-        patterns += [f"{DEPLOYMENT_FOLDER}/{pattern}" for pattern in (*MODEL_FILES, CONTRACT_FILE)]
+        folders = (DEPLOYMENT_FOLDER, f"{DEPLOYMENT_FOLDER}/{ADAPTER_FOLDER}")
+        patterns += [f"{each}/{pattern}" for each in folders for pattern in (*MODEL_FILES, CONTRACT_FILE)]
     files = {path for pattern in patterns for path in Path(folder).glob(pattern) if path.is_file()}
     return sorted(str(path.relative_to(folder)) for path in files)
 

@@ -26,6 +26,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..files import locked_folder, replace_folder_link, write_text
+from ..settings.paths import ADAPTER_FOLDER
+from .adapter import write_adapter
 from .contract import write_contract
 from .fake_quantize import compressed_weight
 from .policy import base_model, empty_copy
@@ -88,6 +90,7 @@ class CheckpointWriter:
         tensors: Iterable[tuple[str, Tensor]],
         directory: str | os.PathLike[str],
         facts: Mapping[str, Any] | None = None,
+        adapter: PeftModel | None = None,
     ) -> int:
         """Write the checkpoint; an existing directory is replaced when all files are written.
 
@@ -96,6 +99,7 @@ class CheckpointWriter:
                 computed buffers) are ignored.
             directory: directory of the checkpoint, whose parent must exist.
             facts: what its contract says beside scheme and tensors, JSON values; without it there is no contract.
+            adapter: policy whose adapter goes beside its base, into `adapter/`.
 
         Returns:
             Size of all files, in bytes.
@@ -113,10 +117,12 @@ class CheckpointWriter:
                 self._write_tensors(tensors, partial)
             except SafetensorError as error:
                 raise OSError(f"{directory} cannot be written: {error}") from error
+            if adapter is not None:
+                write_adapter(adapter, partial / ADAPTER_FOLDER)
             if facts is not None:
                 write_contract(partial, {"scheme": self.scheme, **facts})
             partial.chmod(0o755)
-            size = sum(file.stat().st_size for file in partial.iterdir())
+            size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
             replace_folder_link(directory)
             replaced = partial.with_suffix(".old.partial")
             if directory.is_dir():

@@ -17,8 +17,8 @@ CONTRACT_FILE = "dc_trl.json"
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Return the tensors in the safetensors files of a directory, by name; they are mapped into memory."""
-    return {key: value for file in sorted(directory.glob("*.safetensors")) for key, value in load_file(file).items()}
+    """Return the tensors in the safetensors files of a directory, by name, an adapter's beside its base too."""
+    return {key: value for file in sorted(directory.rglob("*.safetensors")) for key, value in load_file(file).items()}
 
 
 def digest(tensor: Tensor) -> str:

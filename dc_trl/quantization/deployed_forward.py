@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, TrainerCallback
 
 from . import attention
+from .adapter import active_terms, beside_base, require_adapter_beside
 from .fake_quantize import (
     ActivationQuantizer,
     fake_quantize_weight,
@@ -119,7 +120,7 @@ class DeployedForward(TrainerCallback):
     computed each time, from parameters that must be gathered unrounded (no `param_dtype`).
 
     LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and A and
-    B get its gradient. Dropout of an adapter is not applied.
+    B get its gradient; with `lora_deployment="adapter"` Q(W)·x + s·B·(A·x). Dropout of an adapter is not applied.
 
     Args:
         policy: transformers causal language model, or a PEFT model around one.
@@ -131,8 +132,9 @@ class DeployedForward(TrainerCallback):
         replicas_attention: whether to take the replica's attention on a CPU; without it, the policy keeps its own, as
             it must where that keeps the sequences of a row apart.
         cache: whether to attend to keys and values of a KV cache in FP8, where the scheme has one.
-        adapters: whether to compute with LoRA adapters merged; otherwise they compute beside their layers, as usual in
-            training.
+        adapters: whether to compute with LoRA adapters as they are deployed; otherwise they compute beside their
+            layers, as usual in training.
+        lora_deployment: "merged" or "adapter", see [`~dc_trl.DCGRPOConfig`].
 
     Raises:
         ValueError: the scheme is unknown or does not fit the model, or there are adapters other than LoRA.
@@ -149,6 +151,7 @@ class DeployedForward(TrainerCallback):
         replicas_attention: bool = True,
         cache: bool = True,
         adapters: bool = True,
+        lora_deployment: str = "merged",
     ):
         base, architecture = base_model(policy), empty_copy(policy)
         quantization = resolve_scheme(scheme, architecture)
@@ -164,19 +167,20 @@ class DeployedForward(TrainerCallback):
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
         quantized_layers = {*quantized_linears(architecture), *fused_experts(architecture)}
-        require_merged_form(policy)
+        beside = lora_deployment == "adapter"
+        (require_adapter_beside if beside else require_merged_form)(policy)
         head = base.get_output_embeddings()
         in_head = set() if head is None else set(head.modules())
         self._head: list[_Layer] = []
         for name, module, merged in _layers_of(base, ""):
             of_layer = {key for key in _own_parameters(module) if f"{name}.{key}" in quantized}
-            layer = _Layer(module, merged if adapters else (), of_layer)
+            layer = _Layer(module, merged if adapters and not beside else (), of_layer)
             if module in in_head:
                 self._head.append(layer)
             else:
                 self._hook(layer, self._quantizer if name in quantized_layers else None)
-            for adapter in layer.adapters:
-                self._merge(adapter)
+            for adapter in merged if adapters else ():
+                self._replace_forward(adapter, beside)
         self._hook_policy(base)
         if compute:
             round_as_vllm(base, lambda: self.enabled)
@@ -291,15 +295,19 @@ class DeployedForward(TrainerCallback):
         backbone.register_forward_pre_hook(before_backbone, with_kwargs=True)
         backbone.register_forward_hook(after_backbone, always_call=True)
 
-    def _merge(self, adapter: Any) -> None:
-        """Skip an adapter's own forward: the deployed weight of the layer below contains it."""
+    def _replace_forward(self, adapter: Any, beside: bool) -> None:
+        """Replace an adapter's own forward: the weight below contains it, or it is added `beside` as vLLM does."""
         forward, own = self, adapter.forward
 
         @functools.wraps(own)
-        def merged(*args: Any, **kwargs: Any) -> Any:
-            return adapter.base_layer(*args, **kwargs) if forward.enabled else own(*args, **kwargs)
+        def deployed(inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not forward.enabled:
+                return own(inputs, *args, **kwargs)
+            output = adapter.base_layer(inputs, *args, **kwargs)
+            terms = active_terms(adapter) if beside else ()
+            return sum((beside_base(inputs, *term) for term in terms), output)
 
-        adapter.forward = merged
+        adapter.forward = deployed
 
     def _place(self, layer: _Layer) -> None:
         if (self._weights or self._compute or layer.adapters) and not layer.placed:

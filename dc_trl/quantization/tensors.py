@@ -60,7 +60,7 @@ def _needs_trl(accelerator: Accelerator, policy: nn.Module) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3
 
 
-def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, Tensor]]:
+def policy_tensors(policy: PreTrainedModel | PeftModel, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers of a policy by its base architecture's names, with FSDP2 gathered, adapters merged.
 
     The policy itself is not changed: each adapted layer is merged in a copy, one at a time, because merging in place
@@ -71,6 +71,7 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
     Args:
         policy: a transformers model, or a PEFT model around one. A policy without adapters may be sharded by FSDP2;
             every process then has to iterate to the end.
+        adapters: whether adapters are merged; otherwise the tensors are those of the base.
 
     Yields:
         (name, tensor); a tensor that two modules share is yielded under both names.
@@ -81,7 +82,7 @@ def policy_tensors(policy: PreTrainedModel | PeftModel) -> Iterator[tuple[str, T
     sharded = isinstance(policy, FSDPModule)
     if isinstance(policy, PeftModel):
         require_merged_form(policy)
-        yield from _merged_tensors(policy.get_base_model(), "")
+        yield from _merged_tensors(policy.get_base_model(), "", adapters)
     elif sharded:
         # The state dict holds the shards even where a forward pass has left gathered weights behind in its own
         # precision, and the model's names even where layers are wrapped to recompute activations.
@@ -147,9 +148,11 @@ def _gathered(tensor: Tensor) -> Tensor:
     return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
 
 
-def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+def _merged_tensors(module: nn.Module, prefix: str, adapters: bool) -> Iterator[tuple[str, Tensor]]:
     delta: Tensor | None = None
-    if _is_packed_layer(module):
+    if isinstance(module, BaseTunerLayer) and not adapters:
+        module = module.get_base_layer()
+    elif _is_packed_layer(module):
         adapter: Any = module
         module = adapter.get_base_layer()
         delta = torch.stack([adapter.get_delta_weight(name).float() for name in adapter.active_adapters]).sum(0)
@@ -167,4 +170,4 @@ def _merged_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tenso
         value = _unpacked(module) if _is_packed(tensor) else tensor
         yield prefix + name, value if delta is None or name != "weight" else value.float() + delta
     for name, child in module.named_children():
-        yield from _merged_tensors(child, f"{prefix}{name}.")
+        yield from _merged_tensors(child, f"{prefix}{name}.", adapters)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from ..quantization import attention
+from ..quantization.adapter import beside_base, lora_terms, require_adapter_beside
 from ..quantization.contract import read_tensors
 from ..quantization.fake_quantize import (
     ActivationQuantizer,
@@ -128,14 +130,21 @@ class Replica:
             copied until `sync`.
         scheme: name of the deployment scheme, see `dc_trl.quantization.schemes`.
         device: device of the replica; by default that of the policy.
+        lora_deployment: "merged" or "adapter", with which the base is quantized once; see [`~dc_trl.DCGRPOConfig`].
 
     Raises:
-        ValueError: the scheme is unknown or cannot represent the model.
+        ValueError: the scheme is unknown or cannot represent the model, or vLLM does not serve the adapter.
     """
 
     identity = ("replica", __version__, "bfloat16")  # engine, version and KV-cache dtype, for a checkpoint's contract
 
-    def __init__(self, policy: PreTrainedModel | PeftModel, scheme: str, device: torch.device | None = None):
+    def __init__(
+        self,
+        policy: PreTrainedModel | PeftModel,
+        scheme: str,
+        device: torch.device | None = None,
+        lora_deployment: str = "merged",
+    ):
         base = base_model(policy)
         device = base.device if device is None else device
         self.scheme = scheme
@@ -159,6 +168,9 @@ class Replica:
         self._quantized = set() if self._weight_args is None else set(quantized_weights(self.model))
         if quantization.input_activations is not None:
             self._quantize_activations(ActivationQuantizer(quantization.input_activations))
+        self._beside, self._holds_base = lora_deployment == "adapter", False
+        if self._beside:
+            self._add_adapter(policy)
         self._tensors = dict(self.model.named_parameters(remove_duplicate=False))
         self._tensors |= dict(self.model.named_buffers(remove_duplicate=False))
         if base.device.type != "meta":  # accelerate loads a model to be sharded on meta in all processes but one
@@ -186,10 +198,25 @@ class Replica:
             module.register_forward_pre_hook(quantizer)
             quantize_gated(module, quantizer)
 
+    def _add_adapter(self, policy: PreTrainedModel | PeftModel) -> None:
+        """Make the adapted layers add the adapter's product, whose factors are buffers beside their weights."""
+        require_adapter_beside(policy)
+        for name, (a, b, scaling) in lora_terms(policy):
+            linear, kind = self.model.get_submodule(name), {"dtype": torch.bfloat16, "device": self.model.device}
+            linear.register_buffer("lora_a", torch.empty_like(a, **kind))
+            linear.register_buffer("lora_b", torch.empty_like(b, **kind))
+            _add_product(linear, scaling)
+
     @torch.no_grad()
     def sync(self, policy: PreTrainedModel | PeftModel) -> None:
-        """Copy the present weights of the policy, with adapters merged, and quantize them."""
-        for name, tensor in policy_tensors(policy):
+        """Copy the present weights of the policy and quantize them; beside a base, copy the adapter alone."""
+        for name, (a, b, _) in lora_terms(policy) if self._beside else ():
+            self._tensors[f"{name}.lora_a"].copy_(a)
+            self._tensors[f"{name}.lora_b"].copy_(b)
+        if self._holds_base:
+            return
+        self._holds_base = self._beside
+        for name, tensor in policy_tensors(policy, adapters=not self._beside):
             scale = self._tensors.get(f"{name}_scale")
             if scale is not None:
                 tensor, scale_of_numbers = weight_numbers(tensor, self._weight_args)
@@ -302,6 +329,19 @@ class Replica:
             whole = _cut(logps[0], lengths)
             rows = [list(map(KeptLogProb, *row)) for row in zip(rows, recorder.kept(), whole, strict=True)]
         return _cut(completions, lengths), rows
+
+
+def _add_product(linear: nn.Module, scaling: float) -> None:
+    held: list[Tensor] = []
+
+    def before(module: Any, inputs: tuple[Tensor]) -> None:
+        held[:] = inputs
+
+    def after(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        return output + beside_base(held.pop(), module.lora_a, module.lora_b, scaling)
+
+    linear.register_forward_pre_hook(before, prepend=True)  # before another one quantizes them
+    linear.register_forward_hook(after)
 
 
 def _without_gaps(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:

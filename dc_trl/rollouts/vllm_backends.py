@@ -18,9 +18,10 @@ from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..files import locked_folder
+from ..quantization.adapter import require_adapter_beside, write_adapter
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
-from ..quantization.tensors import deployed_tensors, is_packed
+from ..quantization.tensors import deployed_tensors, is_packed, policy_tensors
 from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Patience, is_local
 from ..serving.errors import ServerError
@@ -32,6 +33,7 @@ from .truncation import named_by_vllm
 
 
 logger = get_logger(__name__)
+_BASE = "base"  # the folder of what stays beside adapters, among those of the versions
 
 
 class Generation(VLLMGeneration):
@@ -89,6 +91,7 @@ class _DeployedGeneration(Generation):
 
     def __init__(self, args: Any, **kwargs: Any):
         self.deployment_scheme, self.weight_sync_dir = args.deployment_scheme, args.weight_sync_dir
+        self._beside = args.lora_deployment == "adapter"  # then a checkpoint is the adapter alone, and the base stays
         self._syncs = 0
         super().__init__(**kwargs)
 
@@ -121,7 +124,8 @@ class _DeployedGeneration(Generation):
 
     def _remove_checkpoints(self) -> None:
         for checkpoint in self._folder(self._run).iterdir():
-            shutil.rmtree(checkpoint, ignore_errors=True)
+            if checkpoint.name != _BASE:
+                shutil.rmtree(checkpoint, ignore_errors=True)
 
     def _load(self) -> None:
         """Make the engine load the weights that it is to hold."""
@@ -142,16 +146,21 @@ class _DeployedGeneration(Generation):
             stack = ExitStack()
             stack.enter_context(locked_folder(folder, others=self._folder("*").name))
             weakref.finalize(self, stack.close)
+            if self._beside:
+                self._writer.write(policy_tensors(policy, adapters=False), folder / _BASE)
 
     def _write(self) -> None:
         """Write the present weights on the processes that write; all take part in gathering, and raise its errors."""
-        tensors = deployed_tensors(self.accelerator, self.model, self.gathered)
+        tensors = iter(()) if self._beside else deployed_tensors(self.accelerator, self.model, self.gathered)
         failure = None
         try:
             if self._writes:
                 self._remove_checkpoints()  # their room may be needed
                 start = time.perf_counter()
-                size = self._writer.write(tensors, self.checkpoint)
+                if self._beside:
+                    size = write_adapter(unwrapped(self.accelerator, self.model), self.checkpoint)
+                else:
+                    size = self._writer.write(tensors, self.checkpoint)
                 self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
         except OSError as error:
             failure = (
@@ -214,7 +223,7 @@ class ServerGeneration(_DeployedGeneration):
 
     def _choose_weight_sync(self) -> str:
         shares_gpu = is_local(self._urls[0]) and torch.cuda.device_count() == 1  # NCCL refuses two ranks on one GPU
-        by_file = needs_checkpoint(self.deployment_scheme, self._urls, self.accelerator.device)
+        by_file = self._beside or needs_checkpoint(self.deployment_scheme, self._urls, self.accelerator.device)
         return "checkpoint" if by_file or shares_gpu or is_packed(self.model) else "nccl"
 
     def _connect(self) -> None:
@@ -233,13 +242,15 @@ class ServerGeneration(_DeployedGeneration):
                 client.init_communicator(device=self.accelerator.device)
 
     def _require_fit(self, client: ServerClient) -> None:
+        policy = unwrapped(self.accelerator, self.model)
         client.require_fit(
-            unwrapped(self.accelerator, self.model).config,
+            policy.config,
             scheme=self.deployment_scheme,
             max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
             logprobs=self.logprobs,
             weight_sync=self.weight_sync,
             routing_replay=self.routing_replay,
+            lora_rank=require_adapter_beside(policy) if self._beside else 0,
         )
         self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
 
@@ -265,7 +276,9 @@ class ServerGeneration(_DeployedGeneration):
     def _load(self) -> None:
         with raised_together(ServerError):
             if self.accelerator.is_main_process:
-                self.vllm_client.load(Weights(self.weight_version, self.checkpoint))
+                written = self.checkpoint
+                folders = (written.with_name(_BASE), written) if self._beside else (written, None)
+                self.vllm_client.load(Weights(self.weight_version, *folders))
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
         with raised_together(ServerError):

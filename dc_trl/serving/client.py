@@ -35,6 +35,7 @@ class Weights(NamedTuple):
 
     version: str  # a name that no other run and no restarted server uses
     checkpoint: Path | None  # the path that the server sees; None for streamed weights, which cannot be reloaded
+    adapter: Path | None = None  # likewise, of an adapter beside them; its name on the server is the version
 
 
 class RolloutSeeds:
@@ -221,7 +222,10 @@ class ServerClient(RolloutClient):
             ServerUnavailableError: the load failed, or the server holds other weights afterwards.
             ServerError: there is no checkpoint from which to load them.
         """
-        if self.weight_version() == weights.version and not (reload and weights.checkpoint is not None):
+        if weights.adapter is not None:
+            self.model = weights.version  # which requests name
+        served = self.weight_version()
+        if served == weights.version and not (reload and weights.checkpoint is not None):
             return
         if weights.checkpoint is None:
             raise ServerError(
@@ -229,7 +233,10 @@ class ServerClient(RolloutClient):
                 "uses it), and a restarted server cannot rejoin weight_sync='nccl': resume from the last checkpoint "
                 "with a fresh server, or use weight_sync='checkpoint'."
             )
-        self.load_checkpoint(str(weights.checkpoint), weights.version)
+        if weights.adapter is None:
+            self.load_checkpoint(str(weights.checkpoint), weights.version)
+        else:
+            self._load_beside(weights, "" if reload else served)
 
     def require_version(self, served: str, weights: Weights) -> None:
         """Raise a `ServerUnavailableError` if the server held another version of the weights after completions."""
@@ -250,6 +257,13 @@ class ServerClient(RolloutClient):
             info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
             check_server(info, layers, config=config, **needs)
             self.kv_cache_dtype = cache = info["cache_config"]["cache_dtype"]
+            if needs.get("lora_rank"):
+                answer = self.connection.get("/server_info", params=_AS_JSON)
+                if not answer["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
+                    raise ServerError(
+                        f"vLLM at {self.base_url} takes adapters only when it starts: start it with "
+                        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, or with dc-trl serve."
+                    )
         if needs["scheme"] is None and cache not in PLAIN_CACHES:
             self._report(f"vLLM at {self.base_url} has its KV cache in {cache}, which the mismatch contains")
         self.vocabulary = config.get_text_config().vocab_size
@@ -284,10 +298,32 @@ class ServerClient(RolloutClient):
             ServerUnavailableError: the load failed, or the server is loading other weights.
         """
         self.name_weights(LOADING + weight_version)
+        self._reload(directory)
+        self.name_loaded(weight_version)
+
+    def _reload(self, directory: str) -> None:
         method = "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
         self._collective_rpc(method, weights_path=directory)
         self.reset_prefix_cache()
-        self.name_loaded(weight_version)
+
+    def _load_beside(self, weights: Weights, served: str) -> None:
+        """Load an adapter, after its base if the version that is served is not of the same run, which has one base.
+
+        Each version has a name of its own: vLLM 0.31 reads an adapter that was loaded in place (`load_inplace`) from
+        its folder again in each step of the engine, and keeps the prefix cache of the old one.
+        """
+        self.name_weights(LOADING + weights.version)
+        run = weights.version.rpartition("-")[0]
+        if served.rpartition("-")[0] != run:
+            self._reload(str(weights.checkpoint))
+        with self.connection.reading("/v1/models"):
+            names = [model["id"] for model in self.connection.get("/v1/models")["data"]]
+        for name in names:
+            if name.rpartition("-")[0] == run:
+                self.connection.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+        adapter = {"lora_name": weights.version, "lora_path": str(weights.adapter)}
+        self.connection.request("POST", "/v1/load_lora_adapter", json=adapter)
+        self.name_loaded(weights.version)
 
     def name_weights(self, weight_version: str) -> None:
         """Set the server's name for its present weights.

@@ -201,6 +201,8 @@ class Connection:
             raise ServerUnavailableError(f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}")
         if status >= 400:
             raise ServerRefusedError(f"vLLM at {self.url} refused {path} (HTTP {status}): {text[:500]}")
+        if path.endswith("load_lora_adapter"):  # vLLM answers by a sentence, and not in JSON
+            return {"answer": text}
         try:
             return dict(response.json())
         except (ValueError, TypeError) as error:

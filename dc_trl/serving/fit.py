@@ -38,6 +38,7 @@ def check_server(
     weight_sync: str,
     logprobs: int = 0,
     routing_replay: bool = False,
+    lora_rank: int = 0,
 ) -> None:
     """Refuse a server that would not sample the trained model.
 
@@ -50,6 +51,7 @@ def check_server(
         weight_sync: "nccl", "checkpoint", or "none" if no weights are sent.
         logprobs: number of most probable tokens whose log-probabilities are requested.
         routing_replay: whether completions must include the experts with which they were sampled.
+        lora_rank: rank of the adapter that is loaded beside the base; 0 for none.
 
     Raises:
         ServerError: the server is refused; the message names the reason and the option of `vllm serve` to change.
@@ -76,6 +78,18 @@ def check_server(
         raise ServerError(
             f"the server does not return the experts that routing_replay=True replays: start it with {ROUTES_OPTION}, "
             "which vLLM supports only on GPUs."
+        )
+    largest = (info.get("lora_config") or {}).get("max_lora_rank", 0)
+    if lora_rank > largest:
+        raise ServerError(
+            f"the server takes adapters up to rank {largest}, and lora_deployment='adapter' loads one of rank "
+            f"{lora_rank}: start it with --enable-lora and a higher --max-lora-rank, or set lora_deployment='merged'."
+        )
+    # An adapter is known to the API process that loads it. Other versions of vLLM do not have this entry.
+    if lora_rank and (processes := info["parallel_config"].get("_api_process_count", 1)) > 1:
+        raise ServerError(
+            f"the server answers by {processes} processes, of which one would know the adapter of lora_deployment="
+            "'adapter': start it with --api-server-count 1, or set lora_deployment='merged'."
         )
     embedding = re.search(r"embedding_dim=(\d+), org_vocab_size=(\d+)", layers)
     trained = (text.hidden_size, text.vocab_size)

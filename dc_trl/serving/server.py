@@ -137,6 +137,8 @@ class VLLMServer:
             self.environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
             self.environment["TMPDIR"] = "/tmp"
+        if "--enable-lora" in options:
+            self.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         self.environment |= environment or {}
         self.arguments = ["serve", str(model), "--host", host, "--port", str(self.port), *_OPTIONS]
         if name is not None:

@@ -1,18 +1,32 @@
 """Paths that a user gives. Shipped files are found from anywhere; what is missing is refused before torch loads."""
 
+import json
 import os
 import shlex
 from pathlib import Path
 
 
 PACKAGE = Path(__file__).resolve().parent.parent
+ADAPTER_FOLDER = "adapter"  # beside the base in a deployed checkpoint
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank in vLLM 0.31
 # Suffixes of the data files that can be read, each with the reader's name in `datasets`.
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def serve_line(folder: Path) -> str:
-    """Return the shell command that serves a checkpoint."""
-    return f"vllm serve {shlex.quote(str(folder))}"
+    """Return the shell command that serves a checkpoint; an adapter beside its base is the model `policy`."""
+    adapter, options = folder / ADAPTER_FOLDER, list[str]()
+    if (adapter / "adapter_config.json").is_file():
+        rank = json.loads((adapter / "adapter_config.json").read_text())["r"]
+        options = [*lora_options(rank), "--lora-modules", f"policy={adapter}"]
+    return shlex.join(["vllm", "serve", str(folder), *options])
+
+
+def lora_options(rank: int) -> list[str]:
+    """Return the options of `vllm serve` for adapters of a rank; a `ValueError` says that there are none."""
+    if not 1 <= rank <= _LORA_RANKS[-1]:
+        raise ValueError(f"lora_r={rank}: beside a base, vLLM takes adapters of rank 1 to {_LORA_RANKS[-1]}.")
+    return ["--enable-lora", "--max-lora-rank", str(next(each for each in _LORA_RANKS if each >= rank))]
 
 
 def shipped_configs() -> Path:
@@ -53,6 +67,11 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
     if not name:
         raise ValueError(f"{option} is not set: give a Hub id or a directory.")
     path = Path(name).expanduser()
+    if (path / ADAPTER_FOLDER / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{option}={name!r} has an adapter beside its base, without which it is another policy: serve both with "
+            f"`{serve_line(path)}`, or deploy with lora_deployment='merged'."
+        )
     is_path = path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if not is_path or (path / "config.json").is_file():
         return

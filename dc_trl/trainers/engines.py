@@ -50,7 +50,7 @@ def build_replica(trainer: HookedTrainer, scheme: str) -> Replica:
             f"deployment_scheme={scheme!r} samples text only, and the processing_class is a multimodal processor: "
             "use use_vllm=True for this model."
         )
-    return Replica(trainer.model, scheme, trainer.accelerator.device)
+    return Replica(trainer.model, scheme, trainer.accelerator.device, trainer.args.lora_deployment)
 
 
 def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
@@ -158,7 +158,8 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     weight_sync: str = args.weight_sync
     if weight_sync == "auto":
         # What else decides, the policy and its device, is not known yet.
-        weight_sync = "checkpoint" if needs_checkpoint(args.deployment_scheme, urls, args.device) else "none"
+        by_file = args.lora_deployment == "adapter" or needs_checkpoint(args.deployment_scheme, urls, args.device)
+        weight_sync = "checkpoint" if by_file else "none"
     seconds = min(60.0, args.vllm_request_timeout or math.inf)
     patience = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
 
@@ -172,6 +173,7 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
             logprobs=args.named_tokens,
             weight_sync=weight_sync,
             routing_replay=args.routing_replay,
+            lora_rank=int(args.lora_deployment == "adapter"),  # the adapter's own is not known yet
         )
 
     with raised_together(ServerError):

@@ -17,7 +17,7 @@ from ..files import lock_output, read_object, set_aside, written_beside
 from ..hub.card import CARD_FILE, complete_card, hub_dataset
 from ..hub.push import HubClient, without_token
 from ..quantization.policy import base_model, unwrapped
-from ..quantization.tensors import require_merged_form
+from ..quantization.tensors import policy_tensors, require_merged_form
 from ..records.estimators import recent_mean
 from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE, Run
 from ..resuming.checkpoints import on_main_process, resumable_checkpoint
@@ -178,15 +178,17 @@ class RunTrainer(SamplingTrainer):
     def save_deployment(self, directory: str | os.PathLike[str]) -> None:
         """Write the policy as it is deployed, in `deployment_scheme` or bf16; see `CheckpointWriter.write`.
 
-        Every process must call it.
+        With `lora_deployment="adapter"` the directory has the base, and the adapter in `adapter/`. Every process must
+        call it.
 
         Raises:
             ValueError: see `deployed_tensors`.
             OSError: the file system refused; the previous contents are unharmed.
         """
-        tensors = self.deployed_tensors()
+        beside = unwrapped(self.accelerator, self.model) if self.args.lora_deployment == "adapter" else None
+        tensors = self.deployed_tensors() if beside is None else policy_tensors(beside, adapters=False)
         if self.accelerator.is_main_process:
-            self._checkpoint_writer.write(tensors, directory, self._facts())
+            self._checkpoint_writer.write(tensors, directory, self._facts(), beside)
         for _ in tensors:
             pass  # takes part in gathering
 

@@ -181,7 +181,9 @@ class Sampler:
 
     @property
     def _engine_name(self) -> str:
-        return f"{'vllm' if self._trainer.use_vllm else 'replica'} {self._trainer.args.deployment_scheme}"
+        args = self._trainer.args
+        beside = " adapter" if args.lora_deployment == "adapter" else ""
+        return f"{'vllm' if self._trainer.use_vllm else 'replica'} {args.deployment_scheme}{beside}"
 
 
 class OverlappedSampler(Sampler):

@@ -22,6 +22,7 @@ from transformers import GenerationConfig, ProcessorMixin
 from ..config import DCGRPOConfig
 from ..gate import Limits, limits_of, require_startable, require_trainable, warn_of_rounding
 from ..grading.checked_reward import LARGEST, RewardFunction, call_reward, checked_reward
+from ..quantization.adapter import require_adapter_beside
 from ..quantization.policy import base_model, unwrapped
 from ..quantization.tensors import deployed_tensors
 from ..rollouts.buffer import fill_empty, sampled_only
@@ -75,6 +76,8 @@ class SamplingTrainer(HookedTrainer):
         model = shipped(model) if isinstance(model, str) else model
         checked: dict[str, Any] = {name: kwargs.get(name) for name in _CHECKED}
         prompts = require_startable(model=model, reward_funcs=reward_funcs, args=args, **checked)
+        if args.lora_deployment == "adapter" and kwargs.get("peft_config") is None:
+            require_adapter_beside(model)
         if args.use_vllm and args.vllm_mode == "server":
             revision, trust = (args.model_init_kwargs or {}).get("revision", "main"), args.trust_remote_code
             by_name = isinstance(model, str)
@@ -113,6 +116,8 @@ class SamplingTrainer(HookedTrainer):
         """Refuse a loaded policy that would not learn, or does not fit tokenizer and prompts; check each reward."""
         args = self.args
         require_trainable(self.model)
+        if args.lora_deployment == "adapter":
+            require_adapter_beside(self.model)
         # DeepSpeed and FSDP keep weights in float32 beside those that compute.
         if self.optimizer is None and sharding_of(args).kind is None:
             warn_of_rounding(self.model, str(args.optim), args.learning_rate)
@@ -151,7 +156,8 @@ class SamplingTrainer(HookedTrainer):
         if self.accelerator.distributed_type == DistributedType.FSDP:
             # The forward quantizes gathered parameters, which must arrive unrounded; it sets its own precision.
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        forward = DeployedForward(self.model, scheme, activations=activations)
+        way = self.args.lora_deployment
+        forward = DeployedForward(self.model, scheme, activations=activations, lora_deployment=way)
         self.add_callback(forward)
         return forward
 

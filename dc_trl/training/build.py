@@ -1,6 +1,7 @@
 """Makes a trainer from a configuration. Errors of the input are found here, the cheapest checks first."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,12 +19,14 @@ from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
 from ..gate import require_startable
 from ..grading.rewards import get_reward
+from ..quantization.adapter import require_adapter_beside
 from ..records.settings import changed_settings
 from ..resuming.checkpoints import on_main_process
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say
 from ..settings.fields import ranges_of
+from ..settings.paths import lora_options
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
 from ..trainer import DCGRPOTrainer
@@ -78,6 +81,8 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         **(args.model_init_kwargs or {}),
     }
     peft_config = get_peft_config(model) if trained is None else trained
+    if args.lora_deployment == "adapter" and peft_config is None:
+        require_adapter_beside(model.model_name_or_path)
     quantization_config = get_quantization_config(model)
     arguments_of_both = {
         "reward_funcs": rewards,
@@ -96,7 +101,9 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         **arguments_of_both,
     )
     if server.serve is not None and PartialState().is_main_process:
-        start_server(server, args, model.model_name_or_path, model.model_revision, stack)
+        lora = lora_options(peft_config.r) if args.lora_deployment == "adapter" else []
+        started = replace(server, serve_options=[*lora, *server.serve_options])
+        start_server(started, args, model.model_name_or_path, model.model_revision, stack)
     settings = changed_settings(data) | changed_settings(server) | changed_settings(watch) | changed_settings(adapter)
     trainer = DCGRPOTrainer(
         model=model.model_name_or_path if trained is None else _adapted(adapter, model, args),
