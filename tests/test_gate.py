@@ -392,10 +392,10 @@ def named(function):
 def test_what_is_no_reward_is_refused_wherever_it_comes(tmp_path, case, where):
     function, error, words = NO_REWARDS[case]
     judge = named(function)
-    trainer = build(tmp_path, rewards=distinct_characters if where == "held out" else judge)
+    trainer = build(tmp_path, rewards=judge)
     call = {
         "training": trainer.train,
-        "held out": lambda: trainer.deployed_rewards(list(make_prompts(4)), judge),
+        "held out": lambda: trainer.deployed_rewards(list(make_prompts(4))),
     }[where]
     with pytest.raises(error, match=re.escape(words)) as refused:
         call()

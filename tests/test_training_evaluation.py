@@ -1,8 +1,6 @@
 """Evaluation while training: by the engine of the rollouts, at the present weights, under names of its own."""
 
-import asyncio
 import json
-import math
 import statistics
 import subprocess
 
@@ -72,27 +70,6 @@ def by_hand(trainer, dataset):
         text = trainer.processing_class.decode(ids, skip_special_tokens=True)
         values.append(len(prompt) + 10 * len(text) + 100 * len(ids) + 1000 * bonus)
     return values
-
-
-def test_deployed_rewards_call_a_reward_as_trl_does(tmp_path):
-    trainer, rows = tiny_trainer(tmp_path), list(with_columns())
-    values = [value for number, value in enumerate(by_hand(trainer, with_columns())) if number != 2]
-
-    async def asynchronous(**arguments):
-        await asyncio.sleep(0)
-        return by_everything(**arguments)
-
-    async def in_a_notebook():
-        return trainer.deployed_rewards(rows, asynchronous)
-
-    found = [trainer.deployed_rewards(rows, reward) for reward in (by_everything, asynchronous)]
-    found.append(asyncio.run(in_a_notebook()))  # within a running event loop
-    for rewards in found:
-        assert rewards.pop(2) is None
-        assert rewards == pytest.approx(values, rel=0.02)
-    with pytest.raises(ValueError, match="returned 1 rewards for 6 completions: return one for each"):
-        trainer.deployed_rewards(rows, lambda **kwargs: [1.0])
-    assert trainer.deployed_rewards(rows, lambda prompts, **kwargs: [math.nan] * len(prompts)) == [None] * 6
 
 
 def test_greedy_rewards_are_the_weighted_sums_of_the_runs_own(tmp_path):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
@@ -88,16 +86,6 @@ def excerpt(value: Any) -> str:
     """Return a value as a message shows it, in at most 60 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def call_reward(reward: RewardFunction, **arguments: Any) -> list[float | None]:
-    """Call a reward function, which may be async, with arguments as TRL passes them; see `require_rewards`."""
-    rewards: Any = checked_reward(reward)(**arguments)
-    if inspect.iscoroutine(rewards):
-        # In a thread of its own: in a notebook, this thread runs an event loop already.
-        with ThreadPoolExecutor(1, "dc_trl-reward") as pool:
-            rewards = pool.submit(asyncio.run, rewards).result()
-    return rewards
 
 
 def require_callable(

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, ProcessorMixin
 
 from ..config import DCGRPOConfig
 from ..gate import Limits, limits_of, require_startable, require_trainable, warn_of_rounding
-from ..grading.checked_reward import LARGEST, RewardFunction, call_reward, checked_reward
+from ..grading.checked_reward import LARGEST, checked_reward
 from ..quantization.adapter import require_adapter_beside
 from ..quantization.policy import base_model, unwrapped
 from ..quantization.tensors import deployed_tensors
@@ -328,12 +328,11 @@ class SamplingTrainer(HookedTrainer):
 
     # --- completions of the policy as it is deployed ----------------------------------------------------------------
 
-    def deployed_completion_ids(self, prompt_ids: list[list[int]], temperature: float = 0.0) -> list[list[int]]:
-        """Return completions of the policy as it is deployed, by the replica or by vLLM, with the present weights.
+    def deployed_completion_ids(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """Return greedy completions of the policy as it is deployed, by replica or vLLM, with the present weights.
 
         Args:
             prompt_ids: token ids of the prompts; the same number of prompts in every process.
-            temperature: sampling temperature; 0 for greedy completions.
 
         Returns:
             Token ids of one completion for each prompt, at most `max_completion_length`.
@@ -343,22 +342,20 @@ class SamplingTrainer(HookedTrainer):
         """
         self.sampler.bring_weights(training=False)
         if self.replica is not None:
-            sampling: dict[str, Any] = {"temperature": temperature, "top_k": 0} if temperature > 0 else {}
             config = GenerationConfig(
                 max_new_tokens=self.max_completion_length,
                 pad_token_id=self.text_tokenizer.pad_token_id,
                 eos_token_id=self.eos_token_ids,
-                do_sample=temperature > 0,
-                **sampling,
+                do_sample=False,
             )
-            return self.replica.generate(prompt_ids, config, temperature or 1.0)[0]
+            return self.replica.generate(prompt_ids, config, 1.0)[0]
         if not self.use_vllm:
             raise ValueError(
                 "deployment_scheme=None and use_vllm=False: set one of them, since there is no engine to complete "
                 "prompts."
             )
         generation = self.vllm_generation
-        of_training, generation.temperature = generation.temperature, temperature
+        of_training, generation.temperature = generation.temperature, 0.0
         try:
             return generation.generate(prompts=prompt_ids, images=None, num_generations=1)[1]
         finally:
@@ -388,34 +385,20 @@ class SamplingTrainer(HookedTrainer):
             return texts, completion_ids
         return [[{"role": "assistant", "content": text}] for text in texts], completion_ids
 
-    def deployed_rewards(self, rows: list[dict[str, Any]], reward: RewardFunction | None = None) -> list[float | None]:
-        """Return rewards of greedy completions of the policy as it is deployed.
+    def deployed_rewards(self, rows: list[dict[str, Any]]) -> list[float | None]:
+        """Return the run's rewards, weighted and summed, of greedy completions of the policy as it is deployed.
 
         Args:
             rows: rows of a data set with `prompt` and the columns of the rewards; the same number in every process.
-            reward: function called like TRL's reward functions, possibly async; by default the run's, weighted.
 
         Returns:
             The reward of each row, or None if no function scored it.
 
         Raises:
-            TypeError, ValueError: see `deployed_completion_ids` and `call_reward`.
+            TypeError, ValueError: see `deployed_completions`, or a reward function returned something else.
         """
         prompts = [row["prompt"] for row in rows]
         completions, completion_ids = self._complete(prompts)
-        if reward is not None:
-            passed_by_trl = ("prompt", "completion", "completion_ids")  # or not at all
-            columns = {name: [row[name] for row in rows] for name in rows[0] if name not in passed_by_trl}
-            return call_reward(
-                reward,
-                prompts=prompts,
-                completions=completions,
-                completion_ids=completion_ids,
-                trainer_state=self.state,
-                log_extra=lambda *args: None,
-                log_metric=lambda *args: None,
-                **columns,
-            )
         per_function = self.score_unrecorded(rows, prompts, completions, completion_ids)
         SamplingTrainer.take_rewards(self, per_function)
         totals = total_rewards(per_function, self.reward_weights).view(self.accelerator.num_processes, -1)
