@@ -98,7 +98,6 @@ HOOKS: dict[str, str] = {
         "(self, prompts, features, n, repetition_penalty, temperature, top_p, top_k, min_p, max_tokens, "
         "logprobs, structured_outputs_regex, generation_kwargs)"
     ),
-    "trl.trainer.utils.create_model_from_path": "(model_id, architecture, **kwargs)",
     "trl.trainer.utils.get_config_model_id": "(config)",
     "trl.trainer.utils.split_pixel_values_by_grid": "(batch)",
     "trl.trainer.utils.unsplit_pixel_values_by_grid": "(batch)",

@@ -12,7 +12,6 @@ from ..settings.contradictions import require_effect
 from ..settings.fields import own_fields, require_fields, setting
 from ..settings.paths import shipped
 from ..settings.ranges import COUNT
-from .adapter import AdapterArguments
 from .problems import DataArguments
 
 
@@ -62,7 +61,6 @@ class RunArguments(NamedTuple):
     data: DataArguments
     server: ServerArguments
     watch: WatchArguments
-    adapter: AdapterArguments
     trainer: DCGRPOConfig
     model: ModelConfig
 
@@ -86,7 +84,7 @@ ARGUMENTS: tuple[type, ...] = tuple(RunArguments.__annotations__.values())
 # name of a dataclass stands for those of its own fields that are not named here.
 HELP_GROUPS = {
     "the model": "model_name_or_path dtype attn_implementation trust_remote_code use_peft lora_r lora_alpha "
-    "lora_target_modules AdapterArguments",
+    "lora_target_modules",
     "the data": "dataset_name rewards DataArguments",
     "the method": "recipe beta num_iterations DCGRPOConfig",
     "the sampler": "deployment_scheme num_generations max_completion_length temperature top_p use_vllm vllm_mode "

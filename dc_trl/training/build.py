@@ -5,12 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from accelerate import DistributedType, PartialState
-from peft import PeftModel
+from accelerate import PartialState
 from transformers import PrinterCallback, ProgressCallback
 from transformers.utils import logging
-from trl import ModelConfig, get_peft_config, get_quantization_config
-from trl.trainer.utils import create_model_from_path
+from trl import get_peft_config, get_quantization_config
 
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.deployment import DeploymentCheckpointCallback
@@ -32,7 +30,6 @@ from ..settings.ranges import require_numbers
 from ..trainer import DCGRPOTrainer
 from ..trainers.engines import require_servers
 from ..trainers.history import HistoryCallback
-from .adapter import AdapterArguments, adapter_of, load_adapted
 from .arguments import RunArguments, ServerArguments, WatchArguments, require_servable
 from .output import open_output
 from .problems import load_data
@@ -54,13 +51,12 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         OSError: a file or the Hub cannot be reached.
         ServerError: the run's own server did not start, or does not fit.
     """
-    data, server, watch, adapter, args, model = arguments
+    data, server, watch, args, model = arguments
     require_servable(server, args)
     args.resume_from_checkpoint = on_main_process(lambda: open_output(args, stack))
     rewards = [get_reward(name) for name in data.rewards]
     if model.use_peft:
         require_numbers(model, ranges_of(type(model)))
-    trained = adapter_of(adapter, model)
     # Small files fail early.
     config, tokenizer = load_config_and_tokenizer(
         model.model_name_or_path,
@@ -80,7 +76,7 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         "dtype": model.dtype,
         **(args.model_init_kwargs or {}),
     }
-    peft_config = get_peft_config(model) if trained is None else trained
+    peft_config = get_peft_config(model)
     if args.lora_deployment == "adapter" and peft_config is None:
         require_adapter_beside(model.model_name_or_path)
     quantization_config = get_quantization_config(model)
@@ -104,28 +100,16 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         lora = lora_options(peft_config.r) if args.lora_deployment == "adapter" else []
         started = replace(server, serve_options=[*lora, *server.serve_options])
         start_server(started, args, model.model_name_or_path, model.model_revision, stack)
-    settings = changed_settings(data) | changed_settings(server) | changed_settings(watch) | changed_settings(adapter)
+    settings = changed_settings(data) | changed_settings(server) | changed_settings(watch)
     trainer = DCGRPOTrainer(
-        model=model.model_name_or_path if trained is None else _adapted(adapter, model, args),
+        model=model.model_name_or_path,
         callbacks=[HistoryCallback(settings)],
-        quantization_config=quantization_config if trained is None else None,
-        peft_config=peft_config if trained is None else None,
+        quantization_config=quantization_config,
+        peft_config=peft_config,
         **arguments_of_both,
     )
     alarm = add_callbacks(trainer, watch)
     return trainer, alarm
-
-
-def _adapted(adapter: AdapterArguments, model: ModelConfig, args: DCGRPOConfig) -> PeftModel:
-    """Return the model with the adapter to continue, loaded as TRL loads a model by name."""
-    options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
-    if (quantization := get_quantization_config(model)) is not None:
-        options["quantization_config"] = quantization
-    if args.distributed_state.distributed_type in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED):
-        options["device_map"] = None
-    args.model_init_kwargs = None  # TRL would warn that it does not use them
-    base = create_model_from_path(model.model_name_or_path, **options)
-    return load_adapted(base, model.model_name_or_path, str(adapter.adapter_name_or_path))
 
 
 def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:
