@@ -12,16 +12,18 @@ tables; the output directory gets calibration.json.
 Where an engine's scheme is known, its δ̄ is split into causes.
 """
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..calibration import CalibrationSettings, calibrate
 from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
 from ..calibration.tables import print_calibration
+from ..data.prompts import Prompt
 from ..rollouts.sampling import ENGINE_HELP, EngineSpec
 from ..serving.errors import ServerError
 from ..settings.command_line import (
@@ -64,14 +66,7 @@ def make_parser() -> OptionParser:
     parser.add_argument("--engine", nargs="+", required=True, help=ENGINE_HELP)
     add_serve_options(parser)
 
-    prompts = parser.add_argument_group("the prompts")
-    prompts.add_argument(
-        "--dataset_name",
-        help="Hub id, .json/.jsonl/.parquet/.csv file, 'dapo' or 'arithmetic' (default), as for dc-trl train",
-    )
-    add_fields(prompts, DataArguments, *DATA_FIELDS)
-    add_template(prompts)
-    prompts.add_argument("--prompts", type=int, default=128, help="how many, drawn at random (default: 128)")
+    add_template(add_prompts(parser, default=128))
 
     for title, names in SETTINGS.items():
         add_fields(parser.add_argument_group(title), CalibrationSettings, *names)
@@ -87,6 +82,20 @@ def make_parser() -> OptionParser:
     output.add_argument("--output", type=Path, default=Path("runs", "calibration"), help="directory of the results")
     output.add_argument("--overwrite", action="store_true", help="replace the calibration that is there")
     return parser
+
+
+def add_prompts(parser: argparse.ArgumentParser, default: int) -> argparse._ArgumentGroup:
+    """Add the options of a data set of prompts, and of how many of them are taken, for `drawn_prompts`."""
+    group = parser.add_argument_group("the prompts")
+    add_fields(group, DataArguments, "dataset_name", *DATA_FIELDS)
+    group.add_argument("--prompts", type=int, default=default, help=f"how many, drawn at random (default: {default})")
+    return group
+
+
+def drawn_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Return the prompts that the options of `add_prompts` name, by default those of the built-in arithmetic."""
+    data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
+    return draw_prompts(data, tokenizer, args.prompts, args.seed)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -121,8 +130,7 @@ def main(words: Sequence[str] | None = None) -> None:
             )
         args.output.mkdir(parents=True, exist_ok=True)
         require_engines(engines, config)
-        data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
-        prompts = draw_prompts(data, tokenizer, args.prompts, args.seed)
+        prompts = drawn_prompts(args, tokenizer)
         model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
         calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
         calibration.save(args.output / CALIBRATION_FILE)

@@ -32,8 +32,7 @@ from ..serving.errors import ServerError, ServerUnavailableError
 from ..settings.command_line import OptionParser, add_fields, leave_on_sigterm, say
 from ..settings.pretrained import load_tokenizer
 from ..settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
-from ..training.problems import DataArguments, draw_prompts
-from .calibrate import DATA_FIELDS, TRAIN_DTYPES
+from .calibrate import TRAIN_DTYPES, add_prompts, drawn_prompts
 
 
 WATCH_FILE = "watch.jsonl"
@@ -51,10 +50,7 @@ def make_parser() -> OptionParser:
     parser.add_argument("--looks", type=int, help="end after this number of looks; 1 for CI (default: no end)")
     parser.add_argument("--fail_above", type=float, metavar="X", help="end with exit code 1 once δ̄ is above X")
     parser.add_argument("--train_dtype", default="bfloat16", choices=TRAIN_DTYPES, help="as for dc-trl calibrate")
-    prompts = parser.add_argument_group("the prompts")
-    prompts.add_argument("--dataset_name", help="as for dc-trl calibrate (default: 'arithmetic')")
-    add_fields(prompts, DataArguments, *DATA_FIELDS)
-    prompts.add_argument("--prompts", type=int, default=32, help="how many, drawn once (default: 32)")
+    prompts = add_prompts(parser, default=32)
     prompts.add_argument("--top_k", type=int, default=20, help="most probable tokens that the server names, at each")
     add_fields(prompts, CalibrationSettings, "max_tokens", "seed", "device")
     parser.set_defaults(max_tokens=64, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -83,7 +79,6 @@ def _watch(args: Any) -> int:
     say(f"{args.url}: {', '.join(f'{name} {value}' for name, value in server.items())}")
     dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
     settings = CalibrationSettings(max_tokens=args.max_tokens, seed=args.seed, bf16=bf16, batch_prompts=args.prompts)
-    data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
     args.output.mkdir(parents=True, exist_ok=True)
     before = seen = prompts = None
     due, looks = 0.0, 0
@@ -100,7 +95,7 @@ def _watch(args: Any) -> int:
         try:
             if prompts is None:
                 tokenizer = load_tokenizer(str(newest.path), "checkpoint")
-                prompts = tokenize(draw_prompts(data, tokenizer, args.prompts, args.seed), tokenizer)
+                prompts = tokenize(drawn_prompts(args, tokenizer), tokenizer)
             policy = AutoModelForCausalLM.from_pretrained(newest.path, dtype=dtype).to(args.device).eval()
             server = disclosed(connection)
             numbers = look(connection, server["model"], policy, prompts, args.top_k, settings)

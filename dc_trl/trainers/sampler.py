@@ -43,8 +43,6 @@ class Sampler:
 
     Attributes:
         age: optimizer steps from the weights that sampled the latest batch to the policy's; 0 in an evaluation.
-        sampling_seconds, waiting_seconds: duration of the sampling of all generation batches of training, and the part
-            of it during which training only waited; counted only if rollouts overlap.
     """
 
     def __init__(self, trainer: HookedTrainer, engine: Any):
@@ -53,7 +51,6 @@ class Sampler:
         self._held: int | None = None  # the step whose weights the engine holds
         self._kept: TemporaryDirectory[str] | None = None  # the weights of training while an evaluation has others
         self.age = 0
-        self.sampling_seconds = self.waiting_seconds = 0.0
 
     @property
     def identity(self) -> tuple[str, str, str | None]:
@@ -177,7 +174,6 @@ class Sampler:
         """Forget an earlier training of the same trainer; the engine holds weights of that training."""
         self._schedule, self._held = SyncSchedule(self._trainer.args.weight_sync_steps), None
         self._forget_kept()
-        self.sampling_seconds = self.waiting_seconds = 0.0
 
     @property
     def _engine_name(self) -> str:
@@ -282,8 +278,6 @@ class OverlappedSampler(Sampler):
         return self._trainer.state.global_step - self._sampler_step
 
     def _log_overlap(self, seconds: float, waited: float) -> None:
-        self.sampling_seconds += seconds
-        self.waiting_seconds += waited
         self._trainer.add_metric("overlap/sampling_seconds", seconds)
         self._trainer.add_metric("overlap/waiting_seconds", waited)
         self._trainer.add_metric("overlap/hidden_fraction", max(0.0, 1 - waited / seconds))

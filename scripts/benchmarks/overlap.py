@@ -138,7 +138,9 @@ def turn(waits: DCGRPOTrainer, overlaps: DCGRPOTrainer, url: str, share: float) 
     training = statistics.median(steps_of(waits))
     sleep(url, share * training)
     synchronous, overlapped = (statistics.median(steps_of(trainer)) for trainer in (waits, overlaps))
-    return training, synchronous, overlapped, 1 - overlaps.sampler.waiting_seconds / overlaps.sampler.sampling_seconds
+    metrics = overlaps.metrics_since_log("train")
+    waited, sampled = (sum(metrics[f"overlap/{part}_seconds"]) for part in ("waiting", "sampling"))
+    return training, synchronous, overlapped, 1 - waited / sampled
 
 
 def sleep(url: str, seconds: float) -> None:
