@@ -67,11 +67,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "rollout_correction or score_centering takes its place.",
     )
 
-    advantage_estimator: Literal["grpo", "rloo"] = setting(
-        "grpo",
-        '"grpo" is TRL\'s group-normalised advantage. "rloo" is the reward minus the mean of the prompt\'s other '
-        "rewards (arXiv 2402.14740), unscaled.",
-    )
     drop_zero_std_groups: bool = setting(
         False,
         "In training, leave prompts whose completions all got the same reward out of loss and δ̄ (arXiv 2602.01826).",

@@ -21,7 +21,7 @@ from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
-from .constraint.advantages import leave_one_out_advantages, zero_std_groups
+from .constraint.advantages import zero_std_groups
 from .constraint.corrections import correction_of
 from .constraint.forms import form_of
 from .constraint.lagrangian import LagrangeMultiplier
@@ -219,7 +219,8 @@ class DCGRPOTrainer(RunTrainer):
         self._sampled_logps = None
         batch = super().sample_and_score(inputs)
         rewards = total_rewards(self._rewards_per_func, self.reward_weights)
-        self._compare_rewards(batch, rewards)
+        if self.args.drop_zero_std_groups and self.model.training:
+            self._drop_groups(batch, rewards)
         measured = "sampling_per_token_logps" in batch
         if self.model.training and not self._seen_first_batch:
             self._seen_first_batch = True
@@ -258,26 +259,16 @@ class DCGRPOTrainer(RunTrainer):
                 "The mismatch is not measured: rollout_func returns no logprobs. Return them beside the ids."
             )
 
-    def _compare_rewards(self, batch: dict[str, Any], rewards: Tensor) -> None:
-        """Apply `advantage_estimator` and `drop_zero_std_groups` to a batch; `rewards` are those of all processes."""
-        training, count = self.model.training, len(batch["advantages"])
-        generations = self.num_generations if training else self.num_generations_eval
-        local = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
-        if self.args.advantage_estimator == "rloo":
-            advantages = leave_one_out_advantages(rewards, generations)
-            batch["advantages"] = advantages[local]
-            table = self.completion_table["advantages"]  # ends with TRL's own for these completions
-            for _ in range(min(len(table), len(advantages))):
-                table.pop()
-            table.extend(advantages.tolist())
-        if self.args.drop_zero_std_groups and training:
-            kept = ~zero_std_groups(rewards, generations)
-            for name in {"completion_mask", "tool_mask"} & batch.keys():
-                batch[name] = batch[name] * kept[local].unsqueeze(1)
-            batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
-            # A mean over completions counts the dropped ones as zeros, so the others get a larger weight.
-            over_completions = self.loss_type in MEAN_OVER_COMPLETIONS
-            batch["kept_weight"] = kept.any() * (len(kept) / kept.sum().clamp(min=1) if over_completions else 1.0)
+    def _drop_groups(self, batch: dict[str, Any], rewards: Tensor) -> None:
+        """Mask the completions whose group has one reward; `rewards` are those of all processes."""
+        kept = ~zero_std_groups(rewards, self.num_generations)
+        local = kept.view(self.accelerator.num_processes, -1)[self.accelerator.process_index]
+        for name in {"completion_mask", "tool_mask"} & batch.keys():
+            batch[name] = batch[name] * local.unsqueeze(1)
+        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
+        # A mean over completions counts the dropped ones as zeros, so the others get a larger weight.
+        over_completions = self.loss_type in MEAN_OVER_COMPLETIONS
+        batch["kept_weight"] = kept.any() * (len(kept) / kept.sum().clamp(min=1) if over_completions else 1.0)
 
     # --- the constraint on a micro-batch ----------------------------------------------------------------------------
 

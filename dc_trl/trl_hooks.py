@@ -5,10 +5,9 @@ calls one method of [`HookedTrainer`], which subclasses extend with `super()`; p
 TRL moves one of them, this file changes and nothing else. docs/hooks.md is its table, with the reason for each hook,
 and tests/test_hooks.py compares the table with the installed releases.
 
-The hooks are also where the time is measured, by a clock on the host: TRL's `profiling_context` sends its measurements
-to trackers only, and counts nested times twice. A GPU works asynchronously, and its remaining work is charged to the
-part that waits for it. Therefore the clock waits for the device where the host is about to wait anyway: at the end of
-a micro-batch, after which transformers reads the loss, and before the statistics of a generation batch are reduced.
+The hooks are also where the time is measured, since TRL's `profiling_context` counts nested times twice. A GPU's
+remaining work is charged to the part that waits for it, so the clock waits for the device where the host is about to
+wait anyway: at the end of a micro-batch, and before the statistics of a generation batch are reduced.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ class HookedTrainer(GRPOTrainer):
     _step: int
     _buffered_inputs: Any
     _metrics: dict[str, defaultdict[str, list[float]]]
-    _logs: dict[str, Any]
     _last_loaded_step: int
     reward_funcs: list[Any]
 
@@ -112,11 +110,6 @@ class HookedTrainer(GRPOTrainer):
     def add_metric(self, name: str, value: float, mode: str | None = None) -> None:
         """Add a value to a metric, of which the mean is logged; by default in the present mode."""
         self._metrics[mode or self.mode][name].append(value)
-
-    @property
-    def completion_table(self) -> dict[str, Any]:
-        """The table of completions: columns of the last generation batch, with the newest at their ends."""
-        return self._logs
 
     def add_column(self, name: str, values: list[Any]) -> None:
         """Add values to a column of the table of completions, one for each completion of the present batch."""

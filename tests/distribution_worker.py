@@ -75,7 +75,7 @@ RUNS: dict[str, tuple[dict, tuple]] = {
         {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 4, "rollout_correction": "icepop"},
         (),
     ),
-    "mini-batches": (MINI_BATCHES | {"max_steps": 5, "advantage_estimator": "rloo", "batch_reduction": "token"}, ()),
+    "mini-batches": (MINI_BATCHES | {"max_steps": 5, "scale_rewards": "none", "batch_reduction": "token"}, ()),
     "a rank without a token": ({"mask_truncated_completions": True}, (truncate, LAST)),
     "a rank without a group": ({"drop_zero_std_groups": True}, (make_alike, LAST)),
     "experts": ({}, ()),

@@ -240,7 +240,7 @@ OURS = {
     "injected": {"constraint": "lagrangian"},
     "old log-probs": {"constraint": "lagrangian", "steps_per_generation": 8},
     "corrected": {"rollout_correction": "token_truncate", "loss_type": "sapo", "steps_per_generation": 8},
-    "dropped groups": {"drop_zero_std_groups": True, "advantage_estimator": "rloo", "steps_per_generation": 8},
+    "dropped groups": {"drop_zero_std_groups": True, "scale_rewards": "none", "steps_per_generation": 8},
     "truncated": {"constraint": "static", "top_k": 20, "deployment_scheme": "bf16", "steps_per_generation": 8},
     "routes": {"routing_replay": True, "deployment_scheme": "bf16", "steps_per_generation": 8},
 }

@@ -83,7 +83,7 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
     ("fields", "words"),
     [
         # One value alone.
-        ({"advantage_estimator": "gae"}, ["advantage_estimator='gae'", "'rloo'"]),
+        ({"recipe": "gae"}, ["recipe='gae'", "'paper'"]),
         ({"deployment_scheme": "fp16"}, ["deployment_scheme='fp16'", "'fp8_block'"]),
         ({"discrepancy_tolerance": "high"}, ["discrepancy_tolerance='high'", "number"]),
         ({"discrepancy_tolerance": "-1"}, ["discrepancy_tolerance=-1", "at least 0"]),

@@ -45,13 +45,6 @@ HOOKS: dict[str, str] = {
     "trl.GRPOTrainer._step": "= 0",
     "trl.GRPOTrainer._buffered_inputs": "= None",
     "trl.GRPOTrainer._metrics": "= {'train': defaultdict(list), 'eval': defaultdict(list)}",
-    "trl.GRPOTrainer._logs": (
-        "= {'images': deque(maxlen=args.generation_batch_size), 'prompt': "
-        "deque(maxlen=args.generation_batch_size), 'completion': deque(maxlen=args.generation_batch_size), "
-        "'rewards': defaultdict(lambda: deque(maxlen=args.generation_batch_size)), 'advantages': "
-        "deque(maxlen=args.generation_batch_size), 'extra': defaultdict(lambda: "
-        "deque(maxlen=args.generation_batch_size))}"
-    ),
     "trl.GRPOTrainer._pending_extra_logs": "= defaultdict(list)",
     "trl.GRPOTrainer._pending_metrics": "= defaultdict(list)",
     "trl.GRPOTrainer._tag_names": "list",

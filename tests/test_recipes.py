@@ -147,11 +147,11 @@ def test_numbers(name, tmp_path):
         assert (args.epsilon, args.epsilon_high or args.epsilon, args.loss_type) == (0.24, 0.24, "grpo")
         assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon) == (0.9, 0.95, 1e-8)
         assert (args.weight_decay, args.max_grad_norm) == (0.0, 1.0)
-        assert (args.advantage_estimator, args.drop_zero_std_groups, watch.length_decay) == ("grpo", False, False)
+        assert (args.scale_rewards, args.drop_zero_std_groups, watch.length_decay) == ("group", False, False)
     else:
         assert (args.epsilon, args.epsilon_high, args.weight_decay, args.max_grad_norm) == (0.2, 0.28, 0.01, 1.0)
         assert (args.adam_beta1, args.adam_beta2, args.adam_epsilon, args.loss_type) == (0.9, 0.999, 1e-8, "dapo")
-        assert (args.advantage_estimator, args.drop_zero_std_groups) == ("rloo", True)
+        assert (args.scale_rewards, args.drop_zero_std_groups) == ("none", True)
         assert (watch.length_decay, watch.length_decay_period) == (True, None)
         assert not args.vllm_importance_sampling_correction
         assert args.vllm_importance_sampling_clip_max == 2.0

@@ -5,9 +5,8 @@ The server is asked through its public endpoints, so it needs no development mod
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,7 +15,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..rollouts.neutral_sampling import SERVER_DEFAULTS
 from ..serving.connection import Connection
-from ..serving.errors import ServerRefusedError
 from .causes import disturb
 from .mismatch import ScoredTokens, measure_engine
 from .rollouts import EngineSample, Policy, Rollout
@@ -66,23 +64,6 @@ def _complete(folder: Path) -> Checkpoint | None:
     except (OSError, SafetensorError):  # it is being written, or removed
         return None
     return Checkpoint(folder, max(stat.st_mtime for stat in stats), tuple(stat.st_size for stat in stats))
-
-
-def disclosed(connection: Connection) -> dict[str, Any]:
-    """Return what a server says of itself: model, version of vLLM and of the weights, quantization and KV cache."""
-    found: dict[str, Any] = {}
-    with connection.reading("/version and /v1/models"):
-        found["vllm"] = connection.get("/version")["version"]
-        card = connection.get("/v1/models")["data"][0]
-        found |= {"model": card["id"], "root": card["root"]}
-    if cache := re.search(r'cache_config_info\{.*?cache_dtype="([^"]*)"', connection.text("/metrics")):
-        found["kv_cache_dtype"] = cache[1]
-    # In development mode alone.
-    with suppress(ServerRefusedError), connection.reading("/weight_info and /server_info"):
-        found["weight_version"] = connection.get("/weight_info")["weight_version"]
-        info = connection.get("/server_info", params={"config_format": "json"})
-        found["quantization"] = info["vllm_config"]["model_config"]["quantization"]
-    return found
 
 
 def look(

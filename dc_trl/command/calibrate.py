@@ -84,7 +84,7 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def add_prompts(parser: argparse.ArgumentParser, default: int) -> argparse._ArgumentGroup:
+def add_prompts(parser: argparse.ArgumentParser, default: int) -> argparse._ActionsContainer:
     """Add the options of a data set of prompts, and of how many of them are taken, for `drawn_prompts`."""
     group = parser.add_argument_group("the prompts")
     add_fields(group, DataArguments, "dataset_name", *DATA_FIELDS)

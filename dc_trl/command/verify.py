@@ -17,9 +17,10 @@ from safetensors import SafetensorError
 
 from ..calibration import CalibrationSettings
 from ..calibration.served import compare_hashes
-from ..calibration.watch import disclosed, look
+from ..calibration.watch import look
 from ..quantization.contract import broken_terms, read_contract, read_tensors
 from ..rollouts.replica import Replica
+from ..rollouts.sampling import Disclosed
 from ..serving.connection import Connection
 from ..serving.errors import ServerError, ServerRefusedError
 from ..settings.command_line import OptionParser, say
@@ -81,7 +82,7 @@ def verify(url: str, directory: Path) -> bool:
         say(f"{url} keeps {len(unknown)} tensors in a layout of its own, {unknown[0]} among them.")
     replica = Replica.of_checkpoint(directory, contract["scheme"])
     prompts = [tokenizer(text)["input_ids"] for text in _PROMPTS]
-    found = look(connection, disclosed(connection)["model"], replica.model, prompts, 1, _SETTINGS, _PASSES)
+    found = look(connection, Disclosed.of(connection).name, replica.model, prompts, 1, _SETTINGS, _PASSES)
     difference, floor, tokens = found["discrepancy"], found["floor"], found["tokens"]
     same = difference <= _FLOORS * floor
     say(

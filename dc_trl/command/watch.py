@@ -24,9 +24,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from ..calibration import CalibrationSettings
-from ..calibration.watch import Checkpoint, disclosed, look, newest_checkpoint
+from ..calibration.watch import Checkpoint, look, newest_checkpoint
 from ..data.prompts import tokenize
 from ..files import append_text
+from ..rollouts.sampling import Disclosed
 from ..serving.connection import Connection, Patience
 from ..serving.errors import ServerError, ServerUnavailableError
 from ..settings.command_line import OptionParser, add_fields, leave_on_sigterm, say
@@ -75,8 +76,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _watch(args: Any) -> int:
     connection = Connection(args.url, Patience(request_timeout=_SECONDS))
     tracker = _tracker(args)
-    server = disclosed(connection)
-    say(f"{args.url}: {', '.join(f'{name} {value}' for name, value in server.items())}")
+    say(f"{args.url}: {Disclosed.of(connection)}")
     dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
     settings = CalibrationSettings(max_tokens=args.max_tokens, seed=args.seed, bf16=bf16, batch_prompts=args.prompts)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -97,8 +97,8 @@ def _watch(args: Any) -> int:
                 tokenizer = load_tokenizer(str(newest.path), "checkpoint")
                 prompts = tokenize(drawn_prompts(args, tokenizer), tokenizer)
             policy = AutoModelForCausalLM.from_pretrained(newest.path, dtype=dtype).to(args.device).eval()
-            server = disclosed(connection)
-            numbers = look(connection, server["model"], policy, prompts, args.top_k, settings)
+            server = Disclosed.of(connection)
+            numbers = look(connection, server.name, policy, prompts, args.top_k, settings)
         except ServerUnavailableError as error:
             say(f"{error}; it is asked again in {args.every:g} minutes, or of the next checkpoint")
             continue
@@ -111,7 +111,8 @@ def _watch(args: Any) -> int:
         age = time.time() - newest.written
         say(_line(newest, age, server, numbers))
         record = {"time": time.time(), "checkpoint": str(newest.path), "step": newest.step, "age": age}
-        append_text(args.output / WATCH_FILE, json.dumps(record | server | numbers, ensure_ascii=False) + "\n")
+        line = json.dumps(record | server._asdict() | numbers, ensure_ascii=False)
+        append_text(args.output / WATCH_FILE, f"{line}\n")
         if tracker is not None:
             tracker.log({f"watch/{name}": value for name, value in numbers.items()}, step=looks)
         failed = args.fail_above is not None and numbers["discrepancy"] > args.fail_above
@@ -123,13 +124,12 @@ def _watch(args: Any) -> int:
             return int(failed)
 
 
-def _line(checkpoint: Checkpoint, age: float, server: dict[str, Any], numbers: dict[str, float]) -> str:
-    of_server = [f"{name} {server[name]}" for name in ("weight_version", "kv_cache_dtype") if name in server]
+def _line(checkpoint: Checkpoint, age: float, server: Disclosed, numbers: dict[str, float]) -> str:
     return (
         f"{time.strftime('%H:%M:%S')} {checkpoint.path.name}, {age:.0f} s old: "
         f"δ̄ {numbers['discrepancy']:.3g} [{numbers['discrepancy_low']:.3g}, {numbers['discrepancy_high']:.3g}], "
         f"k3 {numbers['k3_kl']:.2g}, drift {numbers['drift_tv']:.2g}, top-1 flips {numbers['top1_flips']:.1%}, "
-        f"floor {numbers['floor']:.2g}; server: {', '.join(of_server) or 'discloses no weights'}"
+        f"floor {numbers['floor']:.2g}; server: weights {server.weight_version}, KV cache {server.kv_cache_dtype}"
     )
 
 

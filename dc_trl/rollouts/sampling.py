@@ -5,7 +5,7 @@ import queue
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,13 +147,34 @@ class _GumbelNoise(LogitsProcessor):
 
 
 class Disclosed(NamedTuple):
-    """Information of a vLLM server on its weights; None if it is not set, or needs the development endpoints."""
+    """What a vLLM server says of itself; None if it is not set, or needs the development endpoints."""
 
     name: str  # name of the model for clients
     root: str  # directory or Hub id that the server was started with
-    weight_version: str | None  # "default" until other weights are loaded
-    revision: str | None  # revision of a Hub model
-    quantization: str | None
+    max_length: int  # largest length of a prompt with its completion, in tokens
+    vllm: str  # version of vLLM
+    kv_cache_dtype: str | None = None
+    weight_version: str | None = None  # "default" until other weights are loaded
+    revision: str | None = None  # revision of a Hub model
+    quantization: str | None = None
+
+    @classmethod
+    def of(cls, connection: Connection) -> "Disclosed":
+        """Ask a server, first for what its public endpoints say.
+
+        Raises:
+            ServerError: it does not answer, or not as vLLM does.
+        """
+        with connection.reading("/v1/models, /version, /weight_info or /server_info"):
+            card, version = connection.get("/v1/models")["data"][0], connection.get("/version")["version"]
+            found = cls(str(card["id"]), str(card["root"]), int(card["max_model_len"]), str(version))
+            if cache := re.search(r'cache_config_info\{.*?cache_dtype="([^"]*)"', connection.text("/metrics")):
+                found = found._replace(kv_cache_dtype=cache[1])
+            with suppress(ServerRefusedError):
+                found = found._replace(weight_version=connection.get("/weight_info")["weight_version"])
+                info = connection.get("/server_info", params={"config_format": "json"})["vllm_config"]["model_config"]
+                found = found._replace(revision=info["revision"], quantization=info["quantization"])
+        return found
 
 
 class ServerEngine:
@@ -166,8 +187,6 @@ class ServerEngine:
     Args:
         url: address of the server, for example "http://127.0.0.1:8000".
         concurrency: number of requests in flight; vLLM itself runs up to its --max-num-seqs of them at a time.
-        request_timeout: seconds that one completion may take, including the time that it waits in the server.
-        server_timeout: seconds to wait for a lost server to be up again.
         max_retries: number of further tries after the connection broke or the server failed.
         vocabulary: bound below which all token ids of the model are; None if it is unknown.
 
@@ -185,30 +204,16 @@ class ServerEngine:
         url: str,
         *,
         concurrency: int = 512,
-        request_timeout: float = 14400.0,
-        server_timeout: float = 240.0,
         max_retries: int = 3,
         vocabulary: int | None = None,
     ):
-        patience = Patience(request_timeout, server_timeout, max_retries)
-        self._connection = Connection(url, patience)
+        # A completion may wait in the server for hours.
+        self._connection = Connection(url, Patience(request_timeout=14400.0, max_retries=max_retries))
         self._concurrency = concurrency
-        self.disclosed, self.max_length = self._disclose(first=True)
+        self.disclosed = Disclosed.of(self._connection)
         require_loaded(self.disclosed.weight_version, self._connection.url)
-        self.model = self.disclosed.name
+        self.model, self.max_length = self.disclosed.name, self.disclosed.max_length
         self._vocabulary = vocabulary
-
-    def _disclose(self, first: bool) -> tuple[Disclosed, int]:
-        models = self._connection.get("/v1/models")
-        versions: dict[str, Any] = {}
-        info: dict[str, Any] = {"vllm_config": {"model_config": {}}}
-        with suppress(ServerRefusedError):  # a server may lack the development endpoints
-            versions = self._connection.get("/weight_info")
-            info = self._connection.get("/server_info", params={"config_format": "json"})
-        with self._connection.reading("/v1/models and /server_info"):
-            card, config = models["data"][0], info["vllm_config"]["model_config"]
-            weights = versions.get("weight_version"), config.get("revision"), config.get("quantization")
-            return Disclosed(str(card["id"]), str(card["root"]), *weights), int(card["max_model_len"])
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """Sample a completion for each request.
