@@ -119,6 +119,7 @@ def test_every_rule_of_what_has_no_effect_applies(tmp_path):
         "rollout_correction_target": {"rollout_correction_target": "lag", "deployment_scheme": "fp8"},
         "train_through_quantization": {"train_through_quantization": True},
         "vllm_importance_sampling_correction": {"vllm_importance_sampling_correction": True},
+        "lora_deployment": {"lora_deployment": "adapter"},
         "weight_sync": {"weight_sync": "checkpoint"},
         "weight_sync_steps": {"weight_sync_steps": 8},
         "vllm_server_base_urls": SEVERAL | {"use_vllm": False},

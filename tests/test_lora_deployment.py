@@ -16,7 +16,7 @@ from dc_trl.quantization.contract import read_contract
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.rollouts.replica import Replica
 from dc_trl.serving.errors import ServerError
-from dc_trl.settings.paths import serve_line
+from dc_trl.settings.paths import require_model_path, serve_line
 
 from .gaps import PROMPTS
 from .helpers import TINY_MODEL, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
@@ -155,6 +155,8 @@ def test_base_and_adapter_are_deployed_and_pushed(tmp_path):
     assert {"deployment/adapter/adapter_config.json", "deployment/adapter/adapter_model.safetensors"} <= {
         *run_files(tmp_path)
     }
+    with pytest.raises(ValueError, match="base with its adapter beside it"):
+        require_model_path(str(folder))
     assert serve_line(folder, "m") == "vllm serve m --enable-lora --max-lora-rank 8 --lora-modules policy=m/adapter"
 
 
