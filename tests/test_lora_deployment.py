@@ -155,7 +155,7 @@ def test_base_and_adapter_are_deployed_and_pushed(tmp_path):
     assert {"deployment/adapter/adapter_config.json", "deployment/adapter/adapter_model.safetensors"} <= {
         *run_files(tmp_path)
     }
-    with pytest.raises(ValueError, match="base with its adapter beside it"):
+    with pytest.raises(ValueError, match="adapter beside its base"):
         require_model_path(str(folder))
     assert serve_line(folder, "m") == "vllm serve m --enable-lora --max-lora-rank 8 --lora-modules policy=m/adapter"
 

@@ -78,16 +78,16 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
     if not name:
         raise ValueError(f"{option} is not set: give a Hub id or a directory.")
     path = Path(name).expanduser()
+    if (path / ADAPTER_FOLDER / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{option}={name!r} has an adapter beside its base, without which it is another policy: serve both with "
+            f"`{serve_line(path)}`, or deploy with lora_deployment='merged'."
+        )
     is_path = path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if not is_path or (path / "config.json").is_file():
         return
     if (path / "adapter_config.json").is_file():
         raise ValueError(f"{option}={name!r} holds an adapter: give its model, and it as adapter_name_or_path.")
-    if (path / ADAPTER_FOLDER / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{option}={name!r} is a base with its adapter beside it (lora_deployment='adapter'), which this command "
-            f"does not take together: serve it with `{serve_line(path)}` and ask it for the model `policy`."
-        )
     what = "has no config.json, so it holds no model" if path.is_dir() else "does not exist as a directory"
     raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory.")
 
