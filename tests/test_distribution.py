@@ -164,6 +164,10 @@ def test_what_needs_whole_parameters_is_refused_before_the_accelerator_is_built(
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="without use_vllm reads whole parameters, which FSDP1 divides"):
         DCGRPOTrainer(make_model(), distinct_characters, config, rollout_func=None)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    config.lora_deployment = "adapter"
+    with pytest.raises(ValueError, match="lora_deployment='adapter' reads whole parameters, which FSDP2 divides"):
+        DCGRPOTrainer(make_model(), distinct_characters, config)
 
 
 # --- with a real vLLM server ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.hub.push import run_files
@@ -15,7 +15,9 @@ from dc_trl.quantization.adapter import beside_base
 from dc_trl.quantization.contract import read_contract
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.rollouts.replica import Replica
+from dc_trl.serving.client import ServerClient
 from dc_trl.serving.errors import ServerError
+from dc_trl.serving.fit import check_server
 from dc_trl.settings.paths import serve_line
 from dc_trl.settings.pretrained import load_config_and_tokenizer
 
@@ -239,9 +241,17 @@ def test_the_adapter_alone_goes_to_a_server(server, tmp_path):
 
 @requires_vllm
 @pytest.mark.long
-def test_a_server_that_takes_no_adapters_is_refused(fp8_server, server, tmp_path):
+def test_a_server_that_does_not_take_the_adapter_is_refused(fp8_server, server, tmp_path):
     with pytest.raises(ServerError, match="--enable-lora"):
         at(fp8_server, tmp_path)
+    client = ServerClient(server.url)
+    info, layers = client.get_server_info(), client.layers()
+    needs = {"scheme": "fp8", "max_length": 256, "weight_sync": "checkpoint", "lora_rank": 8}
+    config = AutoConfig.from_pretrained(TINY_MODEL)
+    check_server(info, layers, config=config, **needs)
+    info["parallel_config"]["_api_process_count"] = 2  # as vLLM says with --api-server-count 2
+    with pytest.raises(ServerError, match="--api-server-count 1"):
+        check_server(info, layers, config=config, **needs)
     with pytest.raises(ServerError, match="rank 16"):
         make_trainer(
             tmp_path,
