@@ -172,8 +172,7 @@ class DCGRPOTrainer(RunTrainer):
         self._statistics = {mode: BatchStatistics(args) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from its measurement to the update of λ at the batch's end.
         self._mean_discrepancy: float | None = None
-        # Rewards of the completions that were scored last, of all processes, shape (N, functions), NaN where there is
-        # none: TRL's hook that computes them does not return them to the one that scores.
+        # Of the completions that were scored last, of all processes, shape (N, functions), NaN where there is none.
         self._rewards_per_func: Tensor
         self._loss_inputs: dict[str, Any] | None = None  # of the loss that is being computed
         self._centred_weights: Tensor | None = None  # a correction's weights, shape (B, T), where the score is centred

@@ -9,7 +9,7 @@ To compare several runs, use the tracker that report_to names (trackio, W&B).
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..report import write_report
+from ..report.run_report import write_report
 from ..settings.command_line import OptionParser, refused_in_one_line
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +125,8 @@ def _run(check: Check, setup: Setup, events: Path) -> Result:
 
 def facts() -> dict[str, str]:
     """Return the versions of packages, and the system without its name."""
-    packages = []
-    for name in _PACKAGES:
-        try:
-            packages.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            packages.append(f"{name} (absent)")
+    installed = {package.name: package.version for package in distributions()}
+    packages = [f"{name} {installed.get(name, '(absent)')}" for name in _PACKAGES]
     system = f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}"
     return {"system": system, "packages": ", ".join(packages)}
 

@@ -1,9 +1,8 @@
 """Settings of generation that do not change the sampled distribution from the policy's.
 
-A constraint compares the engine's log-probability of a token with the policy's at one temperature. A setting that
-changes or restricts the engine's distribution, or the log-probabilities that it returns, would be constrained as if it
-were mismatch. So the settings without such an effect are listed here, and every other one counts as a restriction.
-Top-p, top-k and min-p restrict too; where the engine returns the tokens that they keep, `truncation` corrects for it.
+What else changes the engine's distribution, or the log-probabilities that it returns, would be constrained as if it
+were mismatch. So every setting that is not listed here counts as a restriction. Top-p, top-k and min-p restrict too;
+where the engine returns the tokens that they keep, `truncation` corrects for it.
 
 The names are those of transformers' `GenerationConfig` (5.17) and of vLLM's `SamplingParams` and completion requests
 (0.31): `generation_kwargs` go to the one that samples.

@@ -44,9 +44,7 @@ class Deadline:
 class Patience(NamedTuple):
     """How long to wait for a server, and how often to try again."""
 
-    # Seconds that one request may take, from its connection to the last byte of its answer; a request may be a
-    # generation batch or a reload of weights.
-    request_timeout: float = 3600.0
+    request_timeout: float = 3600.0  # seconds of one request, which may be a generation batch or a reload of weights
     server_timeout: float = 240.0  # seconds to wait until a lost server is up again
     max_retries: int = 0  # tries after the first if the connection broke or the server failed
     time_limit: float = math.inf  # seconds that one task may take with all its tries; less than ddp_timeout

@@ -11,10 +11,9 @@ The kernels of that engine keep copies of the weights, packed for the processor.
 
 `vllm serve --worker-extension-cls dc_trl.serving.cpu_reload.CPUReloadExtension` makes the complete reload callable.
 
-PyTorch passes products of FP8 matrices to oneDNN on every processor with AMX. On processors without AMX for float16
-(Sapphire and Emerald Rapids) oneDNN has only its reference kernel, which computes one number at a time: 64 × 128 by
-128 × 256 takes 0.12 s, and 0.2 ms in PyTorch's own code, with the same result. oneDNN is turned off for these products
-only: vLLM's own kernels for small bfloat16 layers end the process without it.
+PyTorch passes products of FP8 matrices to oneDNN on every processor with AMX. Without AMX for float16 (Sapphire and
+Emerald Rapids) oneDNN computes one number at a time: 64 × 128 by 128 × 256 takes 0.12 s, and 0.2 ms in PyTorch's own
+code. It is turned off for these products only: vLLM's kernels for small bfloat16 layers end the process without it.
 """
 
 import warnings

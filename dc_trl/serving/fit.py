@@ -96,33 +96,28 @@ def check_server(
     if embedding is not None and (served := tuple(map(int, embedding.groups()))) != trained:
         raise ServerError(
             f"the server's model has {served[0]} channels and a vocabulary of {served[1]}, the trained one "
-            f"{trained[0]} and {trained[1]}: serve the model that is trained (vllm serve MODEL), with the same "
-            "tokenizer and its added tokens."
+            f"{trained[0]} and {trained[1]}: serve the model that is trained, with its tokenizer and added tokens."
         )
     if weight_sync == "nccl" and model["quantization"] == "compressed-tensors":
         raise ServerError(
-            "the server runs a quantized checkpoint (--quantization compressed-tensors), which cannot take the BF16 "
-            "weights of weight_sync='nccl': set weight_sync='checkpoint', or serve the BF16 model with --quantization "
-            "fp8_per_channel."
+            "the server runs a quantized checkpoint, which cannot take the BF16 weights of weight_sync='nccl': set "
+            "weight_sync='checkpoint', or serve the BF16 model with --quantization fp8_per_channel."
         )
     if weight_sync == "checkpoint" and kinds and model["quantization"] != "compressed-tensors":
         raise ServerError(
-            f"the server quantizes by itself (--quantization {model['quantization']}), so it does not sample with the "
-            "checkpoint that weight_sync='checkpoint' writes: leave --quantization out and serve a checkpoint in the "
-            "scheme (dc-trl serve --scheme), or set weight_sync='nccl'."
+            f"the server quantizes by itself (--quantization {model['quantization']}), and would not run "
+            "the checkpoint of weight_sync='checkpoint' as it is: use dc-trl serve --scheme, or set weight_sync='nccl'."
         )
     if scheme is not None and cache not in (_FP8_CACHES if in_fp8 else PLAIN_CACHES):
         raise ServerError(
             f"the server runs with --kv-cache-dtype {cache}, and training is for deployment_scheme={scheme!r}: start "
-            f"it with --kv-cache-dtype {'fp8' if in_fp8 else 'auto'}, or set deployment_scheme to the server's "
-            f"scheme, with {FP8_CACHE!r} behind it for a KV cache in FP8."
+            f"it with --kv-cache-dtype {'fp8' if in_fp8 else 'auto'}, or set the scheme with or without {FP8_CACHE!r}."
         )
     known = (scheme or "bf16").removesuffix(FP8_CACHE) in schemes_of(kinds)
     if not known and (scheme is not None or weight_sync == "checkpoint"):
         raise ServerError(
             f"the server's layers are {', '.join(kinds) or 'not quantized'}, and training is for deployment_scheme="
-            f"{scheme!r}: start it with dc-trl serve --scheme {scheme or 'bf16'}, or set deployment_scheme to the "
-            "server's scheme."
+            f"{scheme!r}: start it with dc-trl serve --scheme {scheme or 'bf16'}, or set the scheme that it has."
         )
     extension = info["parallel_config"]["worker_extension_cls"]
     if weight_sync == "checkpoint" and is_cpu(info) and extension != CPU_EXTENSION:
