@@ -124,7 +124,7 @@ def test_no_configuration_escapes():
 def test_numbers(name, tmp_path):
     recipe, config = RECIPES[name], fields(name)
     # As it is, on this machine, without the GPUs that BF16 training wants.
-    data, server, watch, _, args, model = parse(config | {"use_cpu": True, "bf16": False}, tmp_path)
+    data, server, watch, args, model = parse(config | {"use_cpu": True, "bf16": False}, tmp_path)
     require_servable(server, args)
     completions = recipe.processes * args.per_device_train_batch_size * args.steps_per_generation
     assert completions == recipe.prompts * recipe.completions

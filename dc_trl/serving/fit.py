@@ -105,8 +105,8 @@ def check_server(
         )
     if weight_sync == "checkpoint" and kinds and model["quantization"] != "compressed-tensors":
         raise ServerError(
-            f"the server quantizes by itself (--quantization {model['quantization']}), and would not run "
-            "the checkpoint of weight_sync='checkpoint' as it is: use dc-trl serve --scheme, or set weight_sync='nccl'."
+            f"the server quantizes by itself (--quantization {model['quantization']}), and would not run the "
+            "checkpoint of weight_sync='checkpoint' as it is: use dc-trl serve --scheme, or set weight_sync='nccl'."
         )
     if scheme is not None and cache not in (_FP8_CACHES if in_fp8 else PLAIN_CACHES):
         raise ServerError(
