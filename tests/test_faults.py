@@ -106,7 +106,7 @@ def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_pa
             ["http://127.0.0.1:9", "correct vllm_server_base_url"],
         ),
         ({"vllm_server_base_url": "127.0.0.1:8000"}, ["'127.0.0.1:8000' is not an address", "use http://HOST:PORT"]),
-        ({"deployment_scheme": "fp8"}, ["deployment_scheme='fp8'", "not quantized", "set deployment_scheme to the"]),
+        ({"deployment_scheme": "fp8"}, ["deployment_scheme='fp8'", "not quantized", "set the scheme that it has"]),
         ({"vllm_max_model_length": 9999}, ["takes 4096 tokens", "9999"]),
     ],
     ids=["nobody", "address", "format", "length"],

@@ -84,9 +84,9 @@ def start_engine(
     if engine.kind == "url":
         running = ServerEngine(engine.name, concurrency=concurrency, vocabulary=vocabulary)
         require_served(engine.name, running.disclosed, model.name, engine.scheme)
-        scheme = f"taken for {model.name} in {engine.scheme}"
-        say(f"{engine.name} holds {running.disclosed}, {scheme}")
-        yield running, {"url": engine.name, **running.disclosed._asdict()}
+        say(f"{engine.name} holds {running.disclosed}, taken for {model.name} in {engine.scheme}")
+        weights = ("name", "root", "weight_version", "revision", "quantization")
+        yield running, {"url": engine.name, **{each: getattr(running.disclosed, each) for each in weights}}
     elif engine.kind == "replica":
         policy = AutoModelForCausalLM.from_pretrained(model.name, revision=model.revision, dtype="auto")
         policy.to("cuda" if torch.cuda.is_available() else "cpu")
