@@ -1,6 +1,7 @@
 """An adapter beside its quantized base (`lora_deployment="adapter"`): replica, aligned forward, server, files."""
 
 import shutil
+from functools import partial
 
 import httpx
 import pytest
@@ -164,16 +165,20 @@ def test_base_and_adapter_are_deployed_and_pushed(tmp_path):
     assert serve_line(folder) == f"vllm serve {folder} {options}"
 
 
-def test_a_resumed_run_samples_with_the_same_older_adapter(tmp_path):
+def require_the_same_resumed(make, folder):
     fields = {"weight_sync_steps": 3, "max_steps": 5, "save_strategy": "steps", "save_steps": 2, "export_run": False}
-    whole = make_trainer(tmp_path / "run", **fields)
+    whole = make(folder, **fields)
     whole.train()
-    resumed = make_trainer(tmp_path / "run", **fields)
-    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    resumed = make(folder, **fields)
+    shutil.rmtree(folder / "checkpoint-4")
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "discrepancy/mean")[2:] == logged(whole, "discrepancy/mean")[2:]
     for name, parameter in whole.model.named_parameters():
         assert torch.equal(resumed.model.get_parameter(name), parameter), name
+
+
+def test_a_resumed_run_samples_with_the_same_older_adapter(tmp_path):
+    require_the_same_resumed(make_trainer, tmp_path)
 
 
 # --- a real server --------------------------------------------------------------------------------------------------
@@ -237,6 +242,12 @@ def test_the_adapter_alone_goes_to_a_server(server, tmp_path):
     second.vllm_generation.sync_weights()
     version = second.vllm_generation.weight_version
     assert distance(server, version, second.model) < 0.2 * distance(server, version, trainer.model)
+
+
+@requires_vllm
+@pytest.mark.long
+def test_a_run_on_a_server_resumes_with_the_same_older_adapter(server, tmp_path):
+    require_the_same_resumed(partial(at, server), tmp_path)
 
 
 @requires_vllm
