@@ -83,7 +83,13 @@ def sharded_generation(accelerator) -> ServerGeneration:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     options = dict.fromkeys(("deployment_scheme", "weight_sync_dir", "vllm_server_base_urls", "vllm_request_timeout"))
-    options |= {"routing_replay": False, "vllm_server_timeout": 5.0, "vllm_time_limit": 60.0, "vllm_max_retries": 0}
+    options |= {
+        "routing_replay": False,
+        "lora_deployment": "merged",
+        "vllm_server_timeout": 5.0,
+        "vllm_time_limit": 60.0,
+        "vllm_max_retries": 0,
+    }
     generation = ServerGeneration(
         SimpleNamespace(**options),
         "nccl",
