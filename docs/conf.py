@@ -66,6 +66,7 @@ def show_results(app, docname: str, source: list[str]) -> None:
         source[0] = RESULTS.read_text(encoding="utf-8").replace("](../../docs/", "](")
     else:
         source[0] = source[0].replace("](../scripts/study/RESULTS.md", "](results.md")
+    source[0] = re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", source[0])  # a line does not end before its unit
 
 
 def read_hugging_face_style(app, what, name, obj, options, lines: list[str]) -> None:
