@@ -153,6 +153,12 @@ CONTRADICTIONS = (
     Rule("dual", {"discrepancy_tolerance": [0]}, "set a tolerance above 0 or 'auto': the violation is relative to it"),
     Rule("fp16", _ALIGNED, "the deployed forward computes in bfloat16, as engines do; set bf16=True"),
     Rule("cast_lm_head_to_fp32", _ALIGNED, f"the deployed policy has its output head in bfloat16; {_ONE}"),
+    Rule(
+        "gradient_checkpointing_kwargs",
+        {"train_through_quantization": lambda c: bool(c.train_through_quantization)},
+        "reentrant recomputation gives other gradients there; set use_reentrant to False",
+        lambda c: c.gradient_checkpointing and (c.gradient_checkpointing_kwargs or {}).get("use_reentrant", False),
+    ),
     Rule("torch_compile", _ALIGNED, f"it would not see the hooks of the deployed forward; {_ONE}"),
     Rule("score_centering", {"deployment_scheme": [None], "use_vllm": [False]}, f"{_SCHEME}, or use_vllm=True"),
     Rule("score_centering", {"importance_sampling_level": ["sequence"]}, "set importance_sampling_level='token'"),
