@@ -52,7 +52,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "trl",
         'Where the fields that are left open get their values. "trl": TRL\'s GRPOConfig, with constraint="none". '
         '"paper": DC-GRPO (arXiv 2606.08779). "lag", "format" and "both": what docs/study.md found best for a sampler '
-        "whose weights lag, for a coarse number format, and for the two at once; see docs/configuration.md.",
+        "whose weights lag, for a coarse number format, and for the two at once; see docs/settings.md.",
     )
     # The recipe fills in those that are left open.
     constraint: Constraint | None = setting(  # type: ignore[assignment]
