@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,16 @@ TWO_PROCESSES = [
     "--config_file",
     "configs/accelerate/two_cpu_processes.yaml",
 ]
+# The same without accelerate's configuration.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+
+
+def succeed(command: list, **options: Any) -> subprocess.CompletedProcess:
+    """Runs a command in the project's root; where it fails, so does the test, with the command's last words."""
+    usual = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, **usual | options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 def make_tokenizer() -> PreTrainedTokenizerBase:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -26,7 +25,6 @@ from trl import GRPOConfig, GRPOTrainer
 from dc_trl import DCGRPOTrainer
 
 from .helpers import (
-    ROOT,
     TWO_PROCESSES,
     Rollouts,
     distinct_characters,
@@ -35,6 +33,7 @@ from .helpers import (
     make_experts,
     make_model,
     make_tokenizer,
+    succeed,
 )
 from .test_trainer import plain_config
 
@@ -372,9 +371,7 @@ def test_a_run_resumed_within_a_generation_batch_is_the_same(tmp_path):
 
 @pytest.mark.long
 def test_two_processes_take_the_same_steps(tmp_path):
-    command = [*TWO_PROCESSES, "-m", "tests.batching_worker", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed([*TWO_PROCESSES, "-m", "tests.batching_worker", str(tmp_path)])
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(found) == 6
     for name, case in found.items():

@@ -2,7 +2,6 @@
 
 import signal
 import socket
-import subprocess
 import sys
 
 import pytest
@@ -16,7 +15,7 @@ from dc_trl.serving.fit import check_server
 from dc_trl.serving.server import VLLMServer
 
 from .gaps import PROMPTS, mean_gap
-from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer, program
+from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer, program, succeed
 from .vllm_server import Serve, complete, requires_vllm, serving, wait_until_gone
 
 
@@ -171,8 +170,7 @@ assert torch.equal(product(), before)
 assert torch.equal(torch.compile(product)(), before)
 assert torch.allclose(before, a.float() @ b.float().t(), rtol=1e-6, atol=1e-6)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    succeed([sys.executable, "-c", code])
 
 
 @pytest.mark.long
