@@ -19,23 +19,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback
+from dc_trl import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.server import VLLMServer
 
+from . import helpers
 from .gaps import PROMPTS, SampledBy, mean_gap
-from .helpers import (
-    ROOT,
-    TINY_MODEL,
-    TWO_PROCESSES,
-    assert_finite,
-    distinct_characters,
-    logged,
-    make_config,
-    make_prompts,
-    make_tokenizer,
-)
+from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES, assert_finite, at_server, logged, make_tokenizer, succeed
 from .vllm_server import complete, requires_vllm, serving, shared_memory, wait_until_gone
 
 
@@ -43,27 +34,10 @@ pytestmark = requires_vllm
 
 
 def make_trainer(url, output_dir, model=None, **overrides):
-    config = make_config(
-        output_dir,
-        **{
-            "use_vllm": True,
-            "vllm_mode": "server",
-            "vllm_server_base_url": url,
-            "vllm_server_timeout": 120.0,
-            "vllm_request_timeout": 120.0,
-            "deployment_scheme": "fp8",
-            "max_completion_length": 24,
-            "learning_rate": 1e-3,
-        }
-        | overrides,
-    )
-    return DCGRPOTrainer(
-        model or AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
-        distinct_characters,
-        config,
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-    )
+    fields = at_server(url) | {"vllm_server_timeout": 120.0, "vllm_request_timeout": 120.0, "deployment_scheme": "fp8"}
+    fields |= {"max_completion_length": 24, "learning_rate": 1e-3}
+    model = model or AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    return helpers.make_trainer(output_dir, model, **fields | overrides)
 
 
 def test_every_step_samples_with_the_present_weights(fp8_server, tmp_path):
@@ -285,14 +259,7 @@ def test_two_processes_train_on_one_server(fp8_server, tmp_path):
         "per_device_train_batch_size": 2,
         "use_cpu": True,
     }
-    done = subprocess.run(
-        [*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed([*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)])
     logs = json.loads((tmp_path / "two" / "logs.json").read_text())
     assert logs["kind"] == "DistributedType.MULTI_CPU"
     assert len(set(logs["lambda"])) == 1
@@ -317,17 +284,8 @@ def own_server(tmp_path_factory):
 
 def faulty_trainer(server, output_dir, **overrides):
     """Completions of 200 tokens, so that there is time to break something."""
-    return make_trainer(
-        server.url,
-        output_dir,
-        **{
-            "deployment_scheme": "bf16",
-            "max_completion_length": 200,
-            "generation_kwargs": {"ignore_eos": True},
-            "max_steps": 4,
-        }
-        | overrides,
-    )
+    fields = {"deployment_scheme": "bf16", "max_completion_length": 200, "max_steps": 4}
+    return make_trainer(server.url, output_dir, generation_kwargs={"ignore_eos": True}, **fields | overrides)
 
 
 def engine_processes(server):
@@ -470,15 +428,8 @@ def test_another_scheme_reloads_in_place(tmp_path):
 def test_colocated_vllm_reloads_the_scheme(tmp_path):
     """In a process of its own: vLLM takes over the process that it is in."""
     options = {"output_dir": str(tmp_path), "colocate": "fp8", "max_steps": 3, "learning_rate": 3e-3}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.worker", json.dumps(options)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = succeed([sys.executable, "-m", "tests.worker", json.dumps(options)], env=environment)
     assert "Traceback" not in done.stderr, done.stderr[-3000:]  # the process group has gone before the engine
     logs = json.loads((tmp_path / "logs.json").read_text())
     gaps = logs["gaps"]
