@@ -8,11 +8,7 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    GraniteMoeConfig,
-    Qwen2MoeConfig,
-)
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, Qwen2MoeConfig
 
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.schemes import SCHEMES

@@ -17,11 +17,7 @@ from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.training.arguments import RunArguments
 
-from .helpers import (
-    ROOT,
-    TINY_MODEL,
-    logged,
-)
+from .helpers import ROOT, TINY_MODEL, logged
 
 
 DOCS = ROOT / "docs"
