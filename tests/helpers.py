@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.calibration.causes import disturb, view_of
@@ -178,6 +178,13 @@ def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
     )
 
 
+def plain_config(config: DCGRPOConfig, **changes: Any) -> GRPOConfig:
+    """The same settings for TRL's trainer."""
+    known = {name for name, field in GRPOConfig.__dataclass_fields__.items() if field.init}
+    known -= {"generation_batch_size"}  # made of others
+    return GRPOConfig(**{name: value for name, value in vars(config).items() if name in known} | changes)
+
+
 def make_trainer(output_dir: Any, model: Any = None, reward: Any = None, kind: Any = DCGRPOTrainer, **options: Any):
     """A trainer of a random model. Options are arguments of the trainer, and fields of its configuration."""
     names = inspect.signature(GRPOTrainer).parameters.keys()
@@ -247,6 +254,21 @@ def load_script(name: str) -> ModuleType:
 def program(name: str) -> SimpleNamespace:
     """`dc-trl NAME` with the words of `sys.argv`, in this process."""
     return SimpleNamespace(main=lambda: call(name))
+
+
+def completion_logits(model: Any, batch: dict[str, torch.Tensor], **inputs: torch.Tensor) -> torch.Tensor:
+    """Logits of the completions of a batch, shape (B, T, V), by transformers' own forward."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    tokens = batch["completion_ids"].shape[1]
+    return model(input_ids=ids, attention_mask=mask, **inputs).logits[:, -tokens - 1 : -1]
+
+
+def completion_logps(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """log π of the sampled tokens of a batch, shape (B, T)."""
+    with torch.no_grad():
+        logps = completion_logits(model, batch).float().log_softmax(-1)
+    return logps.gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 import json
 import random
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer
 
@@ -33,15 +32,12 @@ from .helpers import (
     make_experts,
     make_model,
     make_tokenizer,
+    plain_config,
     succeed,
 )
-from .test_trainer import plain_config
 
 
 KINDS = (DCGRPOTrainer, GRPOTrainer)
-PLAIN = ("output_dir", "use_cpu", "bf16", "gradient_checkpointing", "per_device_train_batch_size", "num_generations")
-PLAIN += ("max_completion_length", "max_steps", "learning_rate", "lr_scheduler_type", "logging_steps", "save_strategy")
-PLAIN += ("report_to", "disable_tqdm", "loss_type", "epsilon", "beta", "temperature")
 
 
 class Spread(Rollouts):
@@ -136,9 +132,7 @@ def configs(tmp_path, **options):
         "max_grad_norm": 1e9,  # gradients are compared as they are
     } | options
     ours = make_config(tmp_path, **options)
-    of_trl = {name: options[name] for name in options.keys() & {field.name for field in fields(GRPOConfig)}}
-    plain = plain_config(ours)
-    return ours, GRPOConfig(**{name: getattr(plain, name) for name in PLAIN} | of_trl)
+    return ours, plain_config(ours)
 
 
 # Micro-batches of an optimizer step and of a generation batch, and passes over it. Where they do not fit, steps cut

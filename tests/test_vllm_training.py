@@ -26,8 +26,18 @@ from dc_trl.serving.server import VLLMServer
 
 from . import helpers
 from .gaps import PROMPTS, SampledBy, mean_gap
-from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES, assert_finite, at_server, logged, make_tokenizer, succeed
-from .vllm_server import complete, requires_vllm, serving, shared_memory, wait_until_gone
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    TWO_PROCESSES,
+    assert_finite,
+    at_server,
+    completion_logits,
+    logged,
+    make_tokenizer,
+    succeed,
+)
+from .vllm_server import complete, requires_vllm, shared_memory, wait_until_gone
 
 
 pytestmark = requires_vllm
@@ -116,11 +126,9 @@ def test_the_score_is_centred_by_what_the_server_names(fp8_server, tmp_path, fie
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     size = model.config.vocab_size
     assert (named[1][scored] == min(size, *fields.values())).all()
-    ids = torch.cat([batch["prompt_ids"], sampled], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, -sampled.shape[1] - 1 : -1] / 1.5
+    logits = completion_logits(model, batch) / 1.5
     q = torch.zeros_like(logits)
-    for row in range(len(ids)):
+    for row in range(len(sampled)):
         positions = torch.arange(len(named[1][row])).repeat_interleave(named[1][row])
         held = named[0][row] >= 0
         q[row, positions, named[0][row][held].long()] = named[2][row][held].exp()
@@ -406,22 +414,6 @@ def test_nothing_is_left_of_the_server_of_a_killed_run(tmp_path):
         process.wait()
     wait_until_gone(family)
     assert not any(path.exists() for path in shared)
-
-
-# --- other schemes --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_another_scheme_reloads_in_place(tmp_path):
-    """int4; int8 is the doctor's, bf16 the servers' that are killed."""
-    with serving(tmp_path, "--scheme", "int4", "--max_model_len", "256") as server:
-        url = server.url()
-        trainer = make_trainer(url, tmp_path, deployment_scheme="int4", max_steps=2, learning_rate=1e-2)
-        trainer.train()
-        trainer.vllm_generation.sync_weights()
-        served = complete(url, PROMPTS, max_tokens=16)
-        untrained = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
-        assert 3 * mean_gap(served, trainer.model, "int4") < mean_gap(served, untrained, "int4")
 
 
 @pytest.mark.long
