@@ -21,7 +21,7 @@ def main() -> None:
     generation.model, generation.processing_class = make_model(), make_tokenizer()
     generation.accelerator = accelerator
     generation.deployment_scheme, generation.weight_sync_dir, generation._syncs = "fp8", str(root), 0
-    generation._dist = SimpleNamespace(is_fsdp=False, is_zero3=False)
+    generation._beside, generation._dist = False, SimpleNamespace(is_fsdp=False, is_zero3=False)
     generation._init_vllm()
     generation._write_checkpoint()
     checkpoint = generation.checkpoint

@@ -18,7 +18,7 @@ from datasets import Dataset
 
 from dc_trl import DCGRPOTrainer
 
-from .helpers import Rollouts, make_config, make_experts, make_model, make_prompts, make_tokenizer, make_trainer
+from .helpers import Rollouts, make_experts, make_model, make_prompts, make_trainer
 
 
 ALIKE = 97  # first token of completions with one reward
@@ -113,15 +113,9 @@ def train(folder: Path, name: str) -> dict:
         again = list(make_prompts(5).to_iterable_dataset().shuffle(seed=42))[:3]
         rows = Dataset.from_list([*make_prompts(5), *(again if processes == 1 else [])])
         problems, prompts = problems.to_iterable_dataset(), rows.to_iterable_dataset()
-    trainer = kind(
-        model,
-        reward,
-        make_config(folder / name, **fields),
-        train_dataset=problems,
-        eval_dataset=prompts,
-        processing_class=make_tokenizer(),
-        rollout_func=Rollouts() if name == "rollouts" else None,
-    )
+    fields |= {"train_dataset": problems, "eval_dataset": prompts}
+    rollouts = Rollouts() if name == "rollouts" else None
+    trainer = make_trainer(folder / name, model, reward, kind, rollout_func=rollouts, **fields)
     if spoiled:
         trainer.spoiled = spoiled
     trainer.train()

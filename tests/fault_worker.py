@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import torch
@@ -18,42 +17,21 @@ from accelerate.utils import gather_object
 from torch.distributed.fsdp import fully_shard
 from trl.generation import vllm_client
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.rollouts.vllm_backends import ServerGeneration
 from dc_trl.serving.client import ServerClient
 from dc_trl.serving.errors import ServerError
 
-from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import at_server, make_model, make_tokenizer, make_trainer
 
 
 URL, FOLDER = sys.argv[1:] if __name__ == "__main__" else ("", "")
 LIMIT = 40  # ddp_timeout, seconds; a tenth of it is the time that a busy machine has to end a request
 
 
-def server_config(**options: Any):
-    return make_config(
-        FOLDER,
-        **{
-            "use_vllm": True,
-            "vllm_mode": "server",
-            "vllm_server_base_url": URL,
-            "vllm_server_timeout": 5.0,
-            "deployment_scheme": "bf16",
-            "per_device_train_batch_size": 2,
-        }
-        | options,
-    )
-
-
 def hung_rollout() -> str:
     """A run whose server never answers a rollout: how it ends."""
-    trainer = DCGRPOTrainer(
-        make_model(64),
-        distinct_characters,
-        server_config(ddp_timeout=LIMIT),
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-    )
+    fields = at_server(URL) | {"vllm_server_timeout": 5.0, "per_device_train_batch_size": 2, "ddp_timeout": LIMIT}
+    trainer = make_trainer(FOLDER, make_model(64), **fields)
     try:
         trainer.train()
     except ServerError as error:

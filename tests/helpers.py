@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.calibration.causes import disturb, view_of
@@ -45,6 +46,16 @@ TWO_PROCESSES = [
     "--config_file",
     "configs/accelerate/two_cpu_processes.yaml",
 ]
+# The same without accelerate's configuration.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+
+
+def succeed(command: list, **options: Any) -> subprocess.CompletedProcess:
+    """Runs a command in the project's root; where it fails, so does the test, with the command's last words."""
+    usual = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, **usual | options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 def make_tokenizer() -> PreTrainedTokenizerBase:
@@ -167,6 +178,13 @@ def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
     )
 
 
+def plain_config(config: DCGRPOConfig, **changes: Any) -> GRPOConfig:
+    """The same settings for TRL's trainer."""
+    known = {name for name, field in GRPOConfig.__dataclass_fields__.items() if field.init}
+    known -= {"generation_batch_size"}  # made of others
+    return GRPOConfig(**{name: value for name, value in vars(config).items() if name in known} | changes)
+
+
 def make_trainer(output_dir: Any, model: Any = None, reward: Any = None, kind: Any = DCGRPOTrainer, **options: Any):
     """A trainer of a random model. Options are arguments of the trainer, and fields of its configuration."""
     names = inspect.signature(GRPOTrainer).parameters.keys()
@@ -236,6 +254,21 @@ def load_script(name: str) -> ModuleType:
 def program(name: str) -> SimpleNamespace:
     """`dc-trl NAME` with the words of `sys.argv`, in this process."""
     return SimpleNamespace(main=lambda: call(name))
+
+
+def completion_logits(model: Any, batch: dict[str, torch.Tensor], **inputs: torch.Tensor) -> torch.Tensor:
+    """Logits of the completions of a batch, shape (B, T, V), by transformers' own forward."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    tokens = batch["completion_ids"].shape[1]
+    return model(input_ids=ids, attention_mask=mask, **inputs).logits[:, -tokens - 1 : -1]
+
+
+def completion_logps(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """log π of the sampled tokens of a batch, shape (B, T)."""
+    with torch.no_grad():
+        logps = completion_logits(model, batch).float().log_softmax(-1)
+    return logps.gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:

@@ -10,10 +10,9 @@ import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.records.tables import print_table
 
-from .helpers import ROOT, TINY_MODEL, load_script, make_config, make_prompts, make_tokenizer
+from .helpers import ROOT, TINY_MODEL, load_script, make_prompts, make_tokenizer, make_trainer
 
 
 plan = load_script("plan")
@@ -95,15 +94,9 @@ def peak_row(make: Callable[[], PreTrainedModel], batch: int, length: int, steps
 
     with tempfile.TemporaryDirectory() as folder:
         options = {"max_steps": steps, "max_completion_length": length, "per_device_train_batch_size": batch}
-        trainer = DCGRPOTrainer(
-            make(),
-            lambda completions, **kwargs: [float(index % 3) for index in range(len(completions))],
-            make_config(Path(folder), constraint="none", learning_rate=1e-6, **options),
-            train_dataset=prompts,
-            processing_class=tokenizer,
-            rollout_func=replay,
-            callbacks=[peak],
-        )
+        options |= {"constraint": "none", "learning_rate": 1e-6, "rollout_func": replay, "callbacks": [peak]}
+        reward = lambda completions, **kwargs: [float(index % 3) for index in range(len(completions))]  # noqa: E731
+        trainer = make_trainer(folder, make(), reward, train_dataset=prompts, **options)
         trainer.train()
     sizes, longest = plan.architecture_of(trainer.model.config, ""), max(map(len, ids.values()))
     work = plan.Work(batch, 1, longest, length, checkpointing="false", precision="float32")

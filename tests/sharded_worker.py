@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import add_fused_lm_head
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import deployed_tensors
 from dc_trl.rollouts.truncation import KeptHead, KeptLogProb, Named
 
-from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import make_model, make_tokenizer, make_trainer
 
 
 FOLDER = Path(sys.argv[1])
@@ -76,11 +75,7 @@ def main() -> None:
     assert any(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
     write(accelerator, model, FOLDER / "after a forward pass")
 
-    config = make_config(FOLDER / "run", deployment_scheme="fp8")
-    policy, tokenizer = make_model(64), make_tokenizer()
-    trainer = DCGRPOTrainer(
-        policy, distinct_characters, config, train_dataset=make_prompts(), processing_class=tokenizer
-    )
+    trainer = make_trainer(FOLDER / "run", make_model(64), deployment_scheme="fp8")
     shard(trainer.model)
     trainer.save_deployment(FOLDER / "by the trainer")
 

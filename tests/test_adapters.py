@@ -8,16 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dc_trl import DCGRPOTrainer
-
-from .helpers import (
-    distinct_characters,
-    logged,
-    make_config,
-    make_model,
-    make_prompts,
-    make_tokenizer,
-)
+from .helpers import logged, make_model, make_tokenizer, make_trainer
 
 
 LORA = {"r": 4, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": ["q_proj", "down_proj"]}
@@ -43,9 +34,7 @@ def trained(tmp_path_factory):
 def going_on(output_dir, trained, **fields):
     adapter, base = trained
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
-    config = make_config(output_dir, **fields)
-    data = {"train_dataset": make_prompts(), "processing_class": make_tokenizer()}
-    return DCGRPOTrainer(model, distinct_characters, config, **data)
+    return make_trainer(output_dir, model, **fields)
 
 
 @pytest.mark.long

@@ -4,9 +4,8 @@ import re
 
 import pytest
 import torch
-from trl import GRPOConfig
 
-from .helpers import ROOT, Rollouts, distinct_characters, logged, make_config, make_model, make_prompts
+from .helpers import ROOT, Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, plain_config
 from .test_trainer import ALIGNED, MISALIGNED, make_trainer
 
 
@@ -19,13 +18,10 @@ def test_the_class_of_the_page_trains_as_ours(tmp_path, tokenizer, steps):
     )
     ours = make_trainer(config, tokenizer, Rollouts())
     ours.train()
-    options = {name: getattr(config, name) for name in vars(config) if name in GRPOConfig.__dataclass_fields__}
-    fields = GRPOConfig.__dataclass_fields__
-    options = {name: value for name, value in options.items() if fields[name].init and name != "generation_batch_size"}
     theirs = page["OnePageDCGRPO"](
         make_model(),
         distinct_characters,
-        GRPOConfig(**options | {"output_dir": str(tmp_path / "page")}),
+        plain_config(config, output_dir=str(tmp_path / "page")),
         train_dataset=make_prompts(),
         processing_class=tokenizer,
         rollout_func=Rollouts(),

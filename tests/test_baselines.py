@@ -1,4 +1,4 @@
-"""The baselines of docs/recipes.md: each row is a configuration that is taken, and does what its equation says."""
+"""The baselines of docs/recipes.md: each does what its equation says."""
 
 import re
 from contextlib import ExitStack
@@ -32,16 +32,6 @@ def parsed(fields, *options):
     words = [word for name, value in fields.items() for word in (f"--{name}", value)]
     config = str(ROOT / "configs" / "quickstart_vllm_fp8.yaml")
     return RunArguments.parse(["--config", config, *words, *options])
-
-
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - {FP16}))
-def test_each_row_is_a_configuration(tmp_path, method):
-    fields = METHODS[method]
-    assert fields
-    parts = parsed(fields, "--output_dir", str(tmp_path))
-    for name, value in fields.items():
-        (found,) = (getattr(part, name) for part in parts if hasattr(part, name))
-        assert str(found).lower() == value or float(found) == float(value), name
 
 
 def lengths(completions, **kwargs):

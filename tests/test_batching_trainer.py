@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -21,12 +19,11 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer
 
 from .helpers import (
-    ROOT,
     TWO_PROCESSES,
     Rollouts,
     distinct_characters,
@@ -35,14 +32,12 @@ from .helpers import (
     make_experts,
     make_model,
     make_tokenizer,
+    plain_config,
+    succeed,
 )
-from .test_trainer import plain_config
 
 
 KINDS = (DCGRPOTrainer, GRPOTrainer)
-PLAIN = ("output_dir", "use_cpu", "bf16", "gradient_checkpointing", "per_device_train_batch_size", "num_generations")
-PLAIN += ("max_completion_length", "max_steps", "learning_rate", "lr_scheduler_type", "logging_steps", "save_strategy")
-PLAIN += ("report_to", "disable_tqdm", "loss_type", "epsilon", "beta", "temperature")
 
 
 class Spread(Rollouts):
@@ -137,9 +132,7 @@ def configs(tmp_path, **options):
         "max_grad_norm": 1e9,  # gradients are compared as they are
     } | options
     ours = make_config(tmp_path, **options)
-    of_trl = {name: options[name] for name in options.keys() & {field.name for field in fields(GRPOConfig)}}
-    plain = plain_config(ours)
-    return ours, GRPOConfig(**{name: getattr(plain, name) for name in PLAIN} | of_trl)
+    return ours, plain_config(ours)
 
 
 # Micro-batches of an optimizer step and of a generation batch, and passes over it. Where they do not fit, steps cut
@@ -372,9 +365,7 @@ def test_a_run_resumed_within_a_generation_batch_is_the_same(tmp_path):
 
 @pytest.mark.long
 def test_two_processes_take_the_same_steps(tmp_path):
-    command = [*TWO_PROCESSES, "-m", "tests.batching_worker", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed([*TWO_PROCESSES, "-m", "tests.batching_worker", str(tmp_path)])
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(found) == 6
     for name, case in found.items():

@@ -2,14 +2,13 @@
 
 import json
 import statistics
-import subprocess
 import sys
 
 import pytest
 
 from dc_trl.data.arithmetic import arithmetic_dataset
 
-from .helpers import ROOT, load_script, make_tokenizer
+from .helpers import load_script, make_tokenizer, succeed
 
 
 @pytest.fixture
@@ -33,8 +32,7 @@ def test_it_counts_what_each_trainer_computes(script, tmp_path):
     output = tmp_path / "lengths.jsonl"
     command = [sys.executable, "scripts/benchmark.py", "lengths", "--output", str(output)]
     command += ["--responses", "16", "--micro_batches", "4", "--sigmas", "0.6", "--repetitions", "2", "--threads", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(command)
     rows = {row["arm"]: row for row in map(json.loads, output.read_text().splitlines())}
     assert list(rows) == list(script.ARMS)
     assert output.with_suffix(".png").stat().st_size > 10_000

@@ -6,12 +6,11 @@ import re
 import datasets
 import pytest
 
-from dc_trl.data.benchmarks import BENCHMARKS, MINERVA_RELATIVE_TOLERANCE, PUBLISHED, holds_several, load_benchmark
-from dc_trl.data.dapo import DAPO, load_dapo
+from dc_trl.data.benchmarks import MINERVA_RELATIVE_TOLERANCE, holds_several, load_benchmark
+from dc_trl.data.dapo import load_dapo
 from dc_trl.data.sources import FEATURES
 from dc_trl.grading import is_gradable
 
-from .helpers import ROOT
 from .test_data import SHARED_DATA, requires_shared_data
 
 
@@ -92,15 +91,6 @@ def test_rows_of_every_benchmark(write, name, row, expected):
     benchmark = load_benchmark(name, write(row))
     assert benchmark.features == FEATURES
     assert benchmark[0] | expected == benchmark[0]
-
-
-def test_the_documentation_says_the_same():
-    text = (ROOT / "docs" / "data.md").read_text()
-    for name, source in [*((name, BENCHMARKS[name]) for name in PUBLISHED), ("", DAPO)]:
-        line = next(line for line in text.splitlines() if source.hub_id in line and f"`{source.revision[:8]}`" in line)
-        assert f"| {source.samples} |" in line or source is DAPO
-        assert f"`{name}`" in line or source is DAPO
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
 
 
 def test_what_cannot_be_loaded_is_said(write, tmp_path):

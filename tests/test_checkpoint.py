@@ -8,18 +8,14 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    GraniteMoeConfig,
-    Qwen2MoeConfig,
-)
+from transformers import AutoModelForCausalLM, GraniteMoeConfig, Qwen2MoeConfig
 
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
 
-from .helpers import ROOT, make_experts, make_model, make_tokenizer, tensors_in
+from .helpers import ROOT, TORCHRUN, make_experts, make_model, make_tokenizer, succeed, tensors_in
 
 
 QUANTIZED = [scheme for scheme in SCHEMES if scheme != "bf16"]
@@ -221,10 +217,7 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(tmp_path):
 
 @pytest.mark.long
 def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    command += ["-m", "tests.sharded_worker", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed([*TORCHRUN, "-m", "tests.sharded_worker", str(tmp_path)])
     write(make_model(64), "fp8", tmp_path / "whole")
     adapted = get_peft_model(make_model(64), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     write(adapted, "fp8", tmp_path / "whole, adapted")

@@ -20,7 +20,7 @@ from dc_trl.settings.fields import own_fields
 from dc_trl.settings.paths import config_file, shipped
 from dc_trl.training.arguments import ARGUMENTS, RunArguments
 
-from .helpers import ROOT, TINY_MODEL, TWO_PROCESSES
+from .helpers import ROOT, TINY_MODEL, succeed
 
 
 OPTIONS = re.compile(r"^  --(\w+)(?: ([A-Z]+))? ", re.MULTILINE)
@@ -119,13 +119,8 @@ def test_what_is_wrong_is_refused_in_one_line(words, expected, tmp_path, monkeyp
 
 def test_the_version_needs_no_library(tmp_path):
     (tmp_path / "yaml").symlink_to(Path(yaml.__file__).parent)  # an interpreter that has YAML and nothing else
-    done = subprocess.run(
-        [sys.executable, "-S", "-m", "dc_trl", "--version"],
-        env={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = succeed([sys.executable, "-S", "-m", "dc_trl", "--version"], env=environment)
     assert done.stdout == f"dc_trl {__version__}\n"
 
 
@@ -143,16 +138,6 @@ def test_shipped_files_are_found_from_anywhere_and_files_of_ones_own_first(tmp_p
     assert config_file("quickstart").samefile(ROOT / "configs" / "quickstart.yaml")
     for name in ("dc_trl/assets", "dc_trl/no_model", "Qwen/Qwen3-8B", "configs/none.yaml"):
         assert shipped(name) == name
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_accelerate_starts_the_program_in_two_processes(tmp_path):
-    words = ["--config", "quickstart", "--max_steps", "1", "--eval_size", "0", "--per_device_train_batch_size", "8"]
-    command = [*TWO_PROCESSES, "-m", "dc_trl", "train", *words, "--output_dir", str(tmp_path), "--save_strategy", "no"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
 
 
 @pytest.fixture(scope="module")
@@ -184,10 +169,7 @@ def installed(tmp_path_factory):
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(program, *words, cwd):
-        command = [str(environment / "bin" / program), *words]
-        done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
+        return succeed([str(environment / "bin" / program), *words], cwd=cwd, env=variables).stdout
 
     run.folder = own / "dc_trl"
     return run

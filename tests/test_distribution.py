@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -19,7 +18,6 @@ from . import helpers
 from .distribution_worker import RUNS, SAMPLED
 from .gaps import PROMPTS, mean_gap
 from .helpers import (
-    ROOT,
     TWO_PROCESSES,
     at_server,
     distinct_characters,
@@ -27,6 +25,7 @@ from .helpers import (
     make_experts,
     make_model,
     make_tokenizer,
+    succeed,
 )
 from .vllm_server import complete, requires_vllm, serving
 
@@ -50,8 +49,7 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="Dee
 
 def runs_of(folder, names, launcher=(sys.executable,)):
     command = [*launcher, "-m", "tests.distribution_worker", str(folder), *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed(command, timeout=900)
     return json.loads((folder / "logs.json").read_text())
 
 

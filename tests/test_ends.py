@@ -13,13 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from dc_trl.resuming.checkpoints import checkpoint_defect, checkpoints
 
 from . import helpers
-from .helpers import (
-    ROOT,
-    TWO_PROCESSES,
-    distinct_characters,
-    make_prompts,
-    untimed_rows,
-)
+from .helpers import ROOT, TWO_PROCESSES, distinct_characters, make_prompts, untimed_rows
 
 
 def make_trainer(folder, reward=None, prompts=16, evaluated=False, **options):

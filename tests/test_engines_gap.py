@@ -1,12 +1,11 @@
 """The replica against vLLM's CPU engine, on the tokens that vLLM sampled (scripts/engines.py layers)."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 
-from .helpers import ROOT
+from .helpers import succeed
 from .vllm_server import requires_vllm
 
 
@@ -15,9 +14,8 @@ from .vllm_server import requires_vllm
 def test_the_replica_computes_as_vllm_does():
     options = ["--schemes", "bf16", "fp8", "--problems", "24", "--threads", "1"]
     command = [sys.executable, "scripts/engines.py", "layers", *options]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr
-    rows = dict(re.findall(r"^│ (\S.*?) +│ (.*) │$", result.stdout, re.MULTILINE))
+    shown = succeed(command, timeout=900).stdout
+    rows = dict(re.findall(r"^│ (\S.*?) +│ (.*) │$", shown, re.MULTILINE))
     gaps = {name: [float(value) for value in row.split(" │ ")] for name, row in rows.items()}
     assert gaps["model.embed_tokens"] == [0, 0]
     # 5e-4 and 1.4e-3 where the replica rounds as transformers does.

@@ -22,13 +22,7 @@ from dc_trl.rollouts.replica import Replica, end_tokens
 from dc_trl.rollouts.sampling import ReplicaEngine, Request, Sampling, ServerEngine, sample_seed
 from dc_trl.serving.client import ServerClient
 
-from .helpers import (
-    ROOT,
-    TINY_MODEL,
-    make_model,
-    make_tokenizer,
-    program,
-)
+from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer, program
 from .vllm_server import requires_vllm
 
 

@@ -15,25 +15,14 @@ from transformers import AutoModelForCausalLM, GraniteMoeConfig
 from trl import GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-from dc_trl import (
-    CollapseAlarmCallback,
-    DCGRPOConfig,
-    DCGRPOTrainer,
-    DeploymentCheckpointCallback,
-    HistoryCallback,
-)
+from dc_trl import CollapseAlarmCallback, DCGRPOConfig, DCGRPOTrainer, DeploymentCheckpointCallback, HistoryCallback
 from dc_trl.async_grpo import AsyncDCGRPOTrainer
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.runs import read_history
 
 from . import helpers
-from .helpers import (
-    TINY_MODEL,
-    make_model,
-    make_prompts,
-    make_tokenizer,
-)
+from .helpers import TINY_MODEL, make_model, make_prompts, make_tokenizer
 
 
 OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "run.png"}

@@ -1,7 +1,6 @@
 """What two processes make of a fault that only one of them meets, and what is asked of a server again."""
 
 import json
-import subprocess
 
 import pytest
 
@@ -11,7 +10,6 @@ from dc_trl.serving.errors import ServerError
 
 from . import helpers
 from .helpers import (
-    ROOT,
     TWO_PROCESSES,
     at_server,
     distinct_characters,
@@ -19,6 +17,7 @@ from .helpers import (
     make_model,
     make_prompts,
     make_tokenizer,
+    succeed,
 )
 from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
@@ -32,14 +31,7 @@ def seen(tmp_path_factory):
     """What each of two processes saw; one that waits for the other for good ends this with an error."""
     folder = tmp_path_factory.mktemp("faults")
     with stub_server() as server:
-        done = subprocess.run(
-            [*TWO_PROCESSES, "-m", "tests.fault_worker", server.url, str(folder)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
+        succeed([*TWO_PROCESSES, "-m", "tests.fault_worker", server.url, str(folder)], timeout=1200)
     first, second = json.loads((folder / "seen.json").read_text())
     assert first == second
     return first | {"folder": folder}
@@ -113,16 +105,11 @@ def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_pa
 )
 def test_a_server_that_does_not_fit_is_refused(tmp_path, options, words):
     with stub_server() as server:
-        options = {"vllm_server_base_url": server.url, "deployment_scheme": "bf16"} | options
         waits = {"vllm_server_timeout": 60.0, "vllm_max_retries": 0}
-        config = make_config(tmp_path, use_vllm=True, vllm_mode="server", **waits | options)
+        config = make_config(tmp_path, **at_server(server.url) | waits | options)
         with pytest.raises(ServerError) as error:
             DCGRPOTrainer(
-                make_model(64),
-                distinct_characters,
-                config,
-                train_dataset=make_prompts(),
-                processing_class=make_tokenizer(),
+                make_model(64), distinct_characters, config, make_prompts(), processing_class=make_tokenizer()
             )
     assert all(word in str(error.value) for word in words), error.value
     assert config.use_vllm

@@ -15,7 +15,7 @@ from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.sampled_tokens import SampledTokens
 
-from .helpers import ROOT, Rollouts, logged, make_config, make_model, make_trainer
+from .helpers import ROOT, Rollouts, completion_logps, logged, make_config, make_model, make_trainer
 
 
 TRAIN = torch.tensor([[0.5, 0.2, 0.9], [0.25, 0.75, 0.5]]).log()
@@ -123,15 +123,6 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
     assert ranks[0].reduce(lambda local: local) is None  # it was all taken
 
 
-def _log_probabilities(model, batch):
-    """log π of the sampled tokens, shape (B, T), by transformers' own forward."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
-    return logits.log_softmax(-1).gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
-
-
 # --- a function of one's own
 
 
@@ -149,7 +140,7 @@ def test_the_form_of_the_page_trains(own_form, tmp_path, seen_by_the_loss):
     trainer = make_trainer(tmp_path / "run", rollout_func=Rollouts(), **settings)
     trainer.train()
     (inputs,) = seen_by_the_loss
-    train = _log_probabilities(make_model(), inputs)
+    train = completion_logps(make_model(), inputs)
     infer = inputs["sampling_per_token_logps"]
     mask = inputs["completion_mask"].bool()
     gap = train.exp() - infer.exp()

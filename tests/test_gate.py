@@ -16,13 +16,7 @@ import torch
 import trl
 from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import (
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Qwen3Config,
-    Qwen3ForSequenceClassification,
-)
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForSequenceClassification
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.command.train import main

@@ -1,4 +1,4 @@
-"""The closed forms against SciPy's optimisers, which know nothing of them, and the picture of the six actions."""
+"""The closed forms against SciPy's optimisers, which know nothing of them, and the six actions of the example."""
 
 import math
 from typing import get_args
@@ -8,12 +8,9 @@ import pytest
 from geometry import budgeted_policy, optimal_policy, squared_discrepancy
 from scipy.optimize import minimize
 from simplex import Measure
-from six_actions import INFER_PROBS, draw, outcomes, table
+from six_actions import INFER_PROBS, outcomes
 
 from dc_trl.constraint import discrepancy
-from dc_trl.records.tables import markdown_table
-
-from .helpers import ROOT
 
 
 MEASURES = get_args(Measure)
@@ -112,9 +109,3 @@ def test_probability_difference_is_sparsest_and_seeks_the_tail(one_sided, budget
     for name, outcome in found.items():
         assert outcome.beta > 0
         assert cost(outcome.policy, INFER_PROBS, name, one_sided) == pytest.approx(budget, rel=1e-6)
-
-
-def test_the_documented_table_is_the_example():
-    documented = (ROOT / "docs" / "geometry.md").read_text()
-    assert all(f"{row}\n" in documented for row in markdown_table(*table()).splitlines()[2:])
-    assert len(draw(one_sided=True).axes[0].patches) == 4 * 6

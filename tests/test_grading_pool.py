@@ -1,6 +1,5 @@
 """No answer harms the run: limits, replaced workers, threads, forks, parents that die."""
 
-import os
 import subprocess
 import sys
 import time
@@ -84,23 +83,23 @@ if sys.argv[1:] == ["wait"]:
 """
 
 
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path / "script.py"
+
+
 @pytest.mark.long
-def test_in_a_script_without_a_main_guard_before_and_after_a_fork(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, cwd=tmp_path)
+def test_in_a_script_without_a_main_guard_before_and_after_a_fork(script):
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=script.parent)
     assert done.stdout.splitlines() == ["[1.0, 0.0, 0.0]"] * 3 + ["False"], done.stderr
     assert done.stderr == ""
 
 
-def test_a_killed_parent_leaves_no_worker(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen(
-        [sys.executable, script, "wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-    )
+def test_a_killed_parent_leaves_no_worker(script):
+    command = [sys.executable, script, "wait"]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with parent:
         for _ in range(4):
             parent.stdout.readline()

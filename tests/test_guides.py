@@ -1,10 +1,8 @@
 """The guides' examples: what they show is run as it stands, and what they say of it is worked out another way."""
 
 import copy
-import itertools
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 
@@ -19,14 +17,7 @@ from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.training.arguments import RunArguments
 
-from .helpers import (
-    ROOT,
-    TINY_MODEL,
-    Rollouts,
-    logged,
-    make_prompts,
-    make_trainer,
-)
+from .helpers import ROOT, TINY_MODEL, logged
 
 
 DOCS = ROOT / "docs"
@@ -176,44 +167,6 @@ def test_a_packed_base_is_deployed_as_it_computes(tmp_path, load):
     for name, tensor in served.state_dict().items():
         if name in expected:
             assert torch.equal(tensor, again[name].bfloat16().float()), name
-
-
-# --- several rewards
-
-
-def table(name, first):
-    """Rows of the table of a page whose head begins with this cell, as lists of cells."""
-    lines = (DOCS / name).read_text().partition(f"| {first} |")[2].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in itertools.takewhile(bool, lines)]
-
-
-def train_on(tmp_path, tokenizer, rewards, **settings):
-    """One generation batch of four completions of one prompt, scored by these functions."""
-    fixed = {"max_steps": 1, "learning_rate": 0.0, "train_dataset": make_prompts(1), "rollout_func": Rollouts()}
-    trainer = make_trainer(tmp_path, reward=rewards, **fixed, **settings)
-    trainer.train()
-    return trainer
-
-
-@pytest.mark.parametrize(("aggregation", "column"), [("sum_then_normalize", 4), ("normalize_then_sum", 5)])
-def test_the_advantages_of_two_rewards(tmp_path, tokenizer, aggregation, column):
-    cells = [[float(cell.replace("−", "-")) for cell in row] for row in table("rewards.md", "completion")]
-    assert len(cells) == 4
-
-    def correct(completions, **kwargs):
-        return [row[1] for row in cells]
-
-    def brevity(completions, **kwargs):
-        return [row[2] for row in cells]
-
-    weights = {"reward_weights": [1.0, 0.5], "multi_objective_aggregation": aggregation}
-    trainer = train_on(tmp_path, tokenizer, [correct, brevity], constraint="none", **weights)
-    assert list(trainer._logs["advantages"]) == pytest.approx([row[column] for row in cells], abs=6e-4)
-    sums = [row[3] for row in cells]
-    assert sums == pytest.approx([row[1] + 0.5 * row[2] for row in cells])
-    assert logged(trainer, "reward") == pytest.approx([statistics.fmean(sums)])
-    assert logged(trainer, "reward_std") == pytest.approx([statistics.stdev(sums)], rel=1e-3)
-    assert logged(trainer, "rewards/brevity/mean") == pytest.approx([-0.25])
 
 
 # --- SLURM

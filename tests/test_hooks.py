@@ -1,14 +1,13 @@
-"""The private hooks of libraries that dc_trl leans on: all of them are in docs/hooks.md, and as they were.
+"""The private hooks of libraries that dc_trl leans on: all of them are watched here, and as they were.
 
 When a release of TRL, transformers, PEFT, compressed-tensors or vLLM moves one, a test names it; its row in
-docs/hooks.md says what breaks. A new hook needs an entry in HOOKS and a row; `shape` says what to write into HOOKS.
+docs/hooks.md says what breaks. A new hook needs an entry in HOOKS; `shape` says what to write there.
 """
 
 import ast
 import importlib
 import inspect
 import pkgutil
-import re
 import textwrap
 from functools import cache
 
@@ -25,8 +24,6 @@ STANDARD_LIBRARY = {
     *("_ActionsContainer", "_option_string_actions"),
     *("_asdict", "_exit", "_fields", "_make", "_replace"),
 }
-BATCHES = {"batch", "inputs", "slice_", "whole"}  # names of a batch in trainer.py and trainers/
-TRAINERS = {"self", "super()", "trainer", "self._trainer"}
 VLLM = pytest.param("vllm", marks=requires_vllm)
 NEEDS_VLLM_ITSELF = {"dc_trl.serving.cpu_reload"}
 
@@ -222,13 +219,6 @@ def test_a_hook_that_moves_is_noticed():
 # --- where the code leans on one ------------------------------------------------------------------------------------
 
 
-def trees() -> dict[str, ast.AST]:
-    """Return the syntax trees of the package and the scripts by their files' names, as docs/hooks.md has them."""
-    package = {path.relative_to(ROOT / "dc_trl").as_posix(): path for path in (ROOT / "dc_trl").rglob("*.py")}
-    scripts = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "scripts").rglob("*.py")}
-    return {name: ast.parse(path.read_text()) for name, path in (package | scripts).items()}
-
-
 def overridden() -> set[str]:
     """Return the private methods of libraries that classes of dc_trl define anew."""
     found = set()
@@ -244,9 +234,9 @@ def overridden() -> set[str]:
 
 def borrowed() -> set[str]:
     """Return the private names that the code uses or imports, and nowhere defines."""
-    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    files = [file for folder in ("dc_trl", "scripts") for file in (ROOT / folder).rglob("*.py")]
     used, defined = set(), set()
-    for node in nodes:
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
         if isinstance(node, ast.Attribute):
             (defined if isinstance(node.ctx, ast.Store) else used).add(node.attr)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -258,72 +248,10 @@ def borrowed() -> set[str]:
     return {name for name in used - defined - STANDARD_LIBRARY if is_private(name)}
 
 
-# --- the table ------------------------------------------------------------------------------------------------------
-
-
-def table() -> dict[str, list[str]]:
-    """Files that docs/hooks.md names beside each hook."""
-    rows = {}
-    text, _, _ = (ROOT / "docs" / "hooks.md").read_text().partition("## Keys of a batch")
-    for line in text.splitlines():
-        if line.startswith("| `"):
-            hooks, where, *rest = (cell.strip() for cell in line.strip("|").split("|"))
-            assert len(rest) == 3, line
-            assert all(rest), line
-            rows |= {hook: re.findall(r"`([^`]+)`", where) for hook in re.findall(r"`([^`]+)`", hooks)}
-    return rows
-
-
-def test_the_table_and_the_list_name_the_same_hooks():
-    assert table().keys() - HOOKS.keys() == set()
-    assert HOOKS.keys() - table().keys() == set()
-
-
-def test_the_files_of_the_table_lean_on_their_hooks():
-    stale = []
-    for hook, names in table().items():
-        assert names, hook
-        for name in names:
-            path = ROOT / name if name.startswith("scripts/") else ROOT / "dc_trl" / name
-            if not path.is_file() or not re.search(rf"\b{hook.rpartition('.')[2]}\b", path.read_text()):
-                stale.append(f"{name} does not use {hook}")
-    assert not stale, "\n".join(stale)
-
-
-def test_every_private_name_that_the_code_borrows_or_overrides_is_in_the_table():
+def test_every_private_name_that_the_code_borrows_or_overrides_is_watched():
     found = overridden() | borrowed()
     assert {"_compute_loss", "_custom_ops"} <= found
-    assert found - {hook.rpartition(".")[2] for hook in table()} == set()
-
-
-def test_one_module_names_the_private_hooks_of_the_trainers():
-    """When TRL or transformers moves a hook of its trainer, one file changes; the asynchronous trainer is another."""
-    of_trainers = ("trl.GRPOTrainer._", "transformers.Trainer._")
-    hooks = {hook for hook in HOOKS if hook.startswith(of_trainers)}
-    named = {file for hook in hooks for file in table()[hook] if not file.startswith("scripts/")}
-    assert named == {"trl_hooks.py", "async_grpo/trainer.py"}
-    names = {hook.rpartition(".")[2] for hook in hooks}
-    for file, tree in trees().items():
-        if file.startswith(("trainer", "callbacks/", "hub/", "training/")):
-            for node in ast.walk(tree):
-                on_trainer = isinstance(node, ast.Attribute) and ast.unparse(node.value) in TRAINERS
-                assert not (on_trainer and node.attr in names), f"{file} uses {ast.unparse(node)}"
-
-
-def test_the_keys_of_a_batch_are_those_of_trl_and_in_the_table():
-    rows = re.findall(r"^\| (`.+?`) \| (TRL|dc_trl) \|", (ROOT / "docs" / "hooks.md").read_text(), re.MULTILINE)
-    owner = {key: whose for keys, whose in rows for key in re.findall(r"`([^`]+)`", keys)}
-    of_trl = inspect.getsource(importlib.import_module("trl.trainer.grpo_trainer"))
-    assert owner == {key: "TRL" if f'"{key}"' in of_trl else "dc_trl" for key in owner}
-    used = set()
-    for file, tree in trees().items():
-        if file.startswith("trainer"):
-            for node in ast.walk(tree):
-                batch = isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[-1] in BATCHES
-                if batch and isinstance(node.slice, ast.Constant):
-                    used.add(node.slice.value)
-    assert {"advantages", "trajectory_advantages", "prompt_mask"} <= used
-    assert used - owner.keys() == set()
+    assert found - {hook.rpartition(".")[2] for hook in HOOKS} == set()
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,12 @@ within a function or for types only: whoever reads the file has to know the othe
 
 import ast
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from .helpers import ROOT
+from .helpers import ROOT, succeed
 
 
 # From the top floor to the cellar. A room may import rooms of lower floors, and none of its own floor.
@@ -69,10 +68,6 @@ def module_of(name: str) -> str | None:
 
 
 ARROWS = {module: {found for name in imported_names(module) if (found := module_of(name))} for module in MODULES}
-OUTSIDE = {
-    module: {name.partition(".")[0] for name in imported_names(module) if module_of(name) is None}
-    for module in MODULES
-}
 
 
 def room_of(module: str) -> str | None:
@@ -119,8 +114,6 @@ def test_rooms_without_engines_load_none():
     """In a fresh interpreter."""
     modules = [module for module in MODULES if room_of(module) in WITHOUT_ENGINES]
     code = f"import json, sys, {', '.join(modules)}; print(json.dumps(list(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    loaded = set(json.loads(done.stdout))
+    loaded = set(json.loads(succeed([sys.executable, "-c", code]).stdout))
     assert set(modules) <= loaded
     assert not {name.partition(".")[0] for name in loaded} & ENGINES

@@ -13,12 +13,7 @@ from dc_trl.resuming.checkpoints import checkpoint_defect
 from dc_trl.resuming.interruption import RunInterrupted, StopSignals
 
 from . import helpers
-from .helpers import (
-    at_server,
-    make_model,
-    make_prompts,
-    untimed_rows,
-)
+from .helpers import at_server, make_model, make_prompts, untimed_rows
 from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 

@@ -6,12 +6,12 @@ from contextlib import suppress
 import pytest
 from transformers import TrainerCallback
 
-from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback, HistoryCallback
+from dc_trl import DeploymentCheckpointCallback, HistoryCallback
 from dc_trl.command.report import main as report
 from dc_trl.command.train import train
 from dc_trl.files import LOCK_FILE, append_text, lock_output, write_bytes, write_text
 
-from .helpers import ROOT, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import ROOT, Rollouts, make_trainer
 
 
 WORDS = [
@@ -81,10 +81,7 @@ def test_links_to_folders_in_the_place_of_checkpoint_and_deployment_are_replaced
         (outside / name).mkdir(parents=True)
         (outside / name / "config.json").write_text("mine")
         (run / name).symlink_to(outside / name)
-    config = make_config(run, deployment_scheme="fp8", max_steps=1, save_strategy="steps", save_steps=1)
-    trainer = DCGRPOTrainer(
-        make_model(), distinct_characters, config, train_dataset=make_prompts(), processing_class=make_tokenizer()
-    )
+    trainer = make_trainer(run, deployment_scheme="fp8", max_steps=1, save_strategy="steps", save_steps=1)
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
     trainer.train()
     for name in ("checkpoint-1", "deployment"):
@@ -137,16 +134,7 @@ def test_a_disk_that_is_full_names_the_file(small_disk):
                     while True:
                         file.write(bytes(4096))
 
-    history = HistoryCallback()
-    trainer = DCGRPOTrainer(
-        make_model(),
-        distinct_characters,
-        make_config(small_disk / "run", max_steps=3),
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-        rollout_func=Rollouts(),
-        callbacks=[history, Fill()],
-    )
+    trainer = make_trainer(small_disk / "run", rollout_func=Rollouts(), callbacks=[HistoryCallback(), Fill()])
     with pytest.raises(OSError, match=r"No space left on device: '.*(history\.jsonl|completions\.json)'") as raised:
         trainer.train()
     (note,) = raised.value.__notes__

@@ -10,7 +10,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.hub.push import run_files
 from dc_trl.quantization.adapter import beside_base
 from dc_trl.quantization.contract import read_contract
@@ -22,8 +21,9 @@ from dc_trl.serving.fit import check_server
 from dc_trl.settings.paths import serve_line
 from dc_trl.settings.pretrained import load_config_and_tokenizer
 
+from . import helpers
 from .gaps import PROMPTS
-from .helpers import TINY_MODEL, distinct_characters, logged, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import TINY_MODEL, at_server, logged, make_config, make_model
 from .vllm_server import complete, requires_vllm, serving
 
 
@@ -39,13 +39,7 @@ def adapted(base=None, **options):
 
 def make_trainer(folder, policy=None, **fields):
     settings = {"deployment_scheme": "int4_g32", "lora_deployment": "adapter", "export_run": True}
-    return DCGRPOTrainer(
-        adapted() if policy is None else policy,
-        distinct_characters,
-        make_config(folder, **settings | fields),
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-    )
+    return helpers.make_trainer(folder, adapted() if policy is None else policy, **settings | fields)
 
 
 def probabilities(model, ids=IDS):
@@ -195,8 +189,8 @@ def server(tmp_path_factory):
 def at(server, folder, base=None, **fields):
     base = base or AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     fields = {"max_completion_length": 24, "learning_rate": 3e-3, "export_run": False, "max_steps": 4} | fields
-    of_server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
-    return make_trainer(folder, adapted(base, init_lora_weights=True), deployment_scheme="fp8", **of_server | fields)
+    fields = at_server(server.url) | {"vllm_server_timeout": 60.0, "deployment_scheme": "fp8"} | fields
+    return make_trainer(folder, adapted(base, init_lora_weights=True), **fields)
 
 
 def distance(server, model, policy):
@@ -263,12 +257,6 @@ def test_a_server_that_does_not_take_the_adapter_is_refused(fp8_server, server, 
     info["parallel_config"]["_api_process_count"] = 2  # as vLLM says with --api-server-count 2
     with pytest.raises(ServerError, match="--api-server-count 1"):
         check_server(info, layers, config=config, **needs)
+    policy = adapted(AutoModelForCausalLM.from_pretrained(TINY_MODEL), r=16)
     with pytest.raises(ServerError, match="rank 16"):
-        make_trainer(
-            tmp_path,
-            adapted(AutoModelForCausalLM.from_pretrained(TINY_MODEL), r=16),
-            use_vllm=True,
-            vllm_mode="server",
-            vllm_server_base_url=server.url,
-            deployment_scheme="fp8",
-        )
+        make_trainer(tmp_path, policy, **at_server(server.url) | {"deployment_scheme": "fp8"})

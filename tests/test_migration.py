@@ -1,6 +1,5 @@
-"""docs/migration.md: TRL's weights and ours by both trainers, verl's rules by hand, and the names on the page."""
+"""docs/migration.md: TRL's weights and ours by both trainers, and verl's rules by hand."""
 
-import dataclasses
 import math
 import random
 import re
@@ -12,9 +11,8 @@ import yaml
 from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig
-from dc_trl.constraint.corrections import CORRECTIONS, correction_of
+from dc_trl.constraint.corrections import correction_of
 from dc_trl.sampled_tokens import SampledTokens
-from dc_trl.settings.fields import choices_of
 
 from .helpers import ROOT, Rollouts
 from .test_corrections import in_trl
@@ -27,8 +25,6 @@ BLOCKS = [
 PAIRS = [
     (before, after) for (origin, before), (then, after) in pairwise(BLOCKS) if (origin, then) == ("TRL", "dc_trl")
 ]
-CHOICES = choices_of(DCGRPOConfig)
-FIELDS = {field.name: field for field in dataclasses.fields(DCGRPOConfig)}
 assert len(PAIRS) == 4
 
 
@@ -119,32 +115,7 @@ def test_no_number_and_minus_infinity(tmp_path, tokenizer, seen_by_the_loss):
 NAMED = ("rollout_correction", "constraint_form")  # fields whose values are names of functions
 
 
-@pytest.mark.parametrize("after", [after for origin, after in BLOCKS if origin == "dc_trl"])
-def test_what_stands_after_is_a_configuration(tmp_path, after):
-    DCGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **after)
-
-
-@pytest.mark.parametrize("cells", rows("Presets"), ids=lambda cells: cells[0])
-def test_each_preset_is_a_configuration(tmp_path, cells):
-    settings = dict(name.split(": ") for name in re.findall(r"`([^`]+: [^`]+)`", cells[1]))
-    assert settings or cells[1].startswith("none")
-    values = {name: value if name in CHOICES or name in NAMED else float(value) for name, value in settings.items()}
-    DCGRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, **{"use_vllm": True, "constraint": "none"} | values
-    )
-
-
 # --- verl's rules, by hand
-
-RATIOS = [[0.4, 0.9], [0.3, 0.2], [1.5, 2.5], [3.0, 1.9], [1.0, 1.0]]  # geometric means 0.6, 0.245, 1.94, 2.39, 1
-
-
-def ours(name, ratios, **bounds):
-    train = torch.tensor(ratios).log()
-    everywhere = torch.ones_like(train).bool()
-    return CORRECTIONS[name](
-        SampledTokens(train, torch.zeros_like(train), everywhere, torch.ones(len(ratios))), **bounds
-    )
 
 
 @pytest.mark.parametrize("level", ["token", "seq"])

@@ -13,7 +13,7 @@ from dc_trl.rollouts.neutral_sampling import TRUNCATIONS, restrictions
 from dc_trl.rollouts.replica import Replica
 from dc_trl.serving.errors import ServerError
 
-from .helpers import distinct_characters, logged, make_config, make_model, make_prompts
+from .helpers import at_server, logged, make_config, make_model, make_trainer
 from .stub_server import stub_server
 from .vllm_server import requires_vllm
 
@@ -33,18 +33,6 @@ RESTRICTING = {
     "exponential_decay_length_penalty": [1, 3.0],
     "watermarking_config": {"bias": 4.0},
     "do_sample": False,
-}
-RESTRICTING_VLLM = {
-    "min_tokens": 40,
-    "logit_bias": {"5": 3.0},
-    "allowed_token_ids": [3, 4, 5],
-    "bad_words": ["no"],
-    "structured_outputs": {"regex": "[0-9]+"},
-    "presence_penalty": 1.0,
-    "logprobs": 5,
-    "use_beam_search": True,
-    "n": 2,
-    "no_such_setting": 1,
 }
 NEUTRAL = {
     "max_new_tokens": 12,
@@ -125,11 +113,10 @@ def test_only_truncation_is_corrected_for():
 # --- the model's own generation_config ------------------------------------------------------------------------------
 
 
-def train(output_dir, tokenizer, of_model, kind=DCGRPOTrainer, **fields):
+def train(output_dir, of_model, kind=DCGRPOTrainer, **fields):
     model = make_model()
     model.generation_config.update(**of_model, allow_custom_entries=True)
-    config = make_config(output_dir, **{"deployment_scheme": "bf16", "max_steps": 2} | fields)
-    trainer = kind(model, distinct_characters, config, train_dataset=make_prompts(), processing_class=tokenizer)
+    trainer = make_trainer(output_dir, model, kind=kind, **{"deployment_scheme": "bf16", "max_steps": 2} | fields)
     sampled = []
     generate = trainer._generate_single_turn
 
@@ -143,23 +130,23 @@ def train(output_dir, tokenizer, of_model, kind=DCGRPOTrainer, **fields):
     return trainer, sampled
 
 
-def test_what_trl_sets_itself_overrides_the_models_own(tmp_path, tokenizer):
+def test_what_trl_sets_itself_overrides_the_models_own(tmp_path):
     qwen3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
-    plain, with_qwen3s = (train(tmp_path / str(number), tokenizer, of) for number, of in enumerate(({}, qwen3)))
+    plain, with_qwen3s = (train(tmp_path / str(number), of) for number, of in enumerate(({}, qwen3)))
     assert plain[1] == with_qwen3s[1]
     assert logged(plain[0], "discrepancy/mean") == logged(with_qwen3s[0], "discrepancy/mean")
 
 
-def test_restrictions_of_the_model_are_refused_under_a_constraint(tmp_path, tokenizer):
+def test_restrictions_of_the_model_are_refused_under_a_constraint(tmp_path):
     with pytest.raises(ValueError, match=r"typical_p=0.9 of the model's generation_config.*generation_config\.json"):
-        train(tmp_path, tokenizer, {"typical_p": 0.9})
+        train(tmp_path, {"typical_p": 0.9})
 
 
-def test_without_a_constraint_the_replica_follows_them_as_trl_does(tmp_path, tokenizer):
+def test_without_a_constraint_the_replica_follows_them_as_trl_does(tmp_path):
     of_model = {"suppress_tokens": list(range(2, 200)), "begin_suppress_tokens": list(range(200, 230))}
     fields = {"constraint": "none", "max_completion_length": 6}
-    _, by_replica = train(tmp_path / "replica", tokenizer, of_model, **fields)
-    _, by_trl = train(tmp_path / "trl", tokenizer, of_model, kind=GRPOTrainer, deployment_scheme=None, **fields)
+    _, by_replica = train(tmp_path / "replica", of_model, **fields)
+    _, by_trl = train(tmp_path / "trl", of_model, kind=GRPOTrainer, deployment_scheme=None, **fields)
     for completions in (by_replica, by_trl):
         assert len(completions) >= 8
         assert not {token for ids in completions for token in ids} & set(range(2, 200))
@@ -167,21 +154,14 @@ def test_without_a_constraint_the_replica_follows_them_as_trl_does(tmp_path, tok
 
 
 @requires_vllm
-def test_penalties_that_a_server_takes_from_the_model_are_refused(tmp_path, tokenizer):
-    fields = {
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_server_timeout": 60.0,
-        "vllm_max_retries": 0,
-        "top_p": 1.0,
-    }
+def test_penalties_that_a_server_takes_from_the_model_are_refused(tmp_path):
     with stub_server() as server:
-        fields["vllm_server_base_url"] = server.url
+        fields = at_server(server.url) | {"vllm_server_timeout": 60.0, "vllm_max_retries": 0, "top_p": 1.0}
         refused = r"presence_penalty=1\.5 of the model's generation_config.*constraint='none'"
         with pytest.raises(ValueError, match=refused):
-            train(tmp_path, tokenizer, {"presence_penalty": 1.5}, **fields)
+            train(tmp_path, {"presence_penalty": 1.5}, **fields)
         # Said by the request, it is no matter, and the trainer asks this server, which answers no rollout.
         requested = {"generation_kwargs": {"presence_penalty": 0.0}}
         server.says = {"/v1/completions": (400, "no")}
         with pytest.raises(ServerError, match="refused /v1/completions"):
-            train(tmp_path, tokenizer, {"presence_penalty": 1.5, "top_k": 20, "do_sample": True}, **fields | requested)
+            train(tmp_path, {"presence_penalty": 1.5, "top_k": 20, "do_sample": True}, **fields | requested)

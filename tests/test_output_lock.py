@@ -10,10 +10,9 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.files import LOCK_FILE, lock_output
 
-from .helpers import ROOT, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import ROOT, Rollouts, make_trainer
 
 
 # Holds the lock, with a child of each kind that a run has: forked as a worker of a data loader, and started.
@@ -45,20 +44,9 @@ def holder(folder):
         process.stdout.close()
 
 
-def make_trainer(folder):
-    return DCGRPOTrainer(
-        make_model(),
-        distinct_characters,
-        make_config(folder, max_steps=1),
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-        rollout_func=Rollouts(),
-    )
-
-
 def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path):
     run = tmp_path / "run"
-    trainer = make_trainer(run)
+    trainer = make_trainer(run, max_steps=1, rollout_func=Rollouts())
     with holder(run) as (process, children):
         expected = (
             rf"output_dir='{run}' is in use by another run, process {process.pid} on {socket.gethostname()}: let"
@@ -77,5 +65,5 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path):
         trainer.train()
         assert trainer.state.global_step == 1
         assert LOCK_FILE not in os.listdir(run)
-        make_trainer(run).train()  # by the same process
+        make_trainer(run, max_steps=1, rollout_func=Rollouts()).train()  # by the same process
         trainer.train()  # and the same trainer

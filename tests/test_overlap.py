@@ -1,7 +1,6 @@
 """Sampling beside training: which batch is sampled when, by which weights, and what is left of it after a kill."""
 
 import json
-import subprocess
 import time
 
 import numpy as np
@@ -20,7 +19,6 @@ from dc_trl.serving.errors import ServerError
 
 from . import helpers
 from .helpers import (
-    ROOT,
     TINY_MODEL,
     TWO_PROCESSES,
     at_server,
@@ -30,6 +28,7 @@ from .helpers import (
     make_config,
     make_model,
     make_prompts,
+    succeed,
     untimed,
     untimed_rows,
 )
@@ -276,10 +275,7 @@ def test_two_processes_resumed_by_two_and_by_one(tmp_path):
         runs = [fields | {"output_dir": str(tmp_path / name), "per_device_train_batch_size": 4} for name in names]
         runs[1]["resume_from_checkpoint"] = checkpoint
         words = [json.dumps(run | {"server": server.url}) for run in runs]
-        done = subprocess.run(
-            [*TWO_PROCESSES, "-m", "tests.worker", *words], cwd=ROOT, capture_output=True, text=True, timeout=280
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        succeed([*TWO_PROCESSES, "-m", "tests.worker", *words])
         # A batch is two prompts, each of them a request: beside it is neither another batch nor a load.
         assert all(request.others < (2 if request in rollouts(server) else 1) for request in server.asked)
         policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)

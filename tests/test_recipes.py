@@ -19,15 +19,7 @@ from dc_trl.grading.rewards import get_reward
 from dc_trl.training.arguments import RunArguments, require_servable
 from dc_trl.training.build import build_trainer
 
-from .helpers import (
-    ROOT,
-    assert_finite,
-    distinct_characters,
-    logged,
-    make_experts,
-    make_model,
-    make_tokenizer,
-)
+from .helpers import ROOT, assert_finite, distinct_characters, logged, make_experts, make_model, make_tokenizer
 from .vllm_server import requires_vllm
 
 

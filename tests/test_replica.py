@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GenerationConfig,
-    GptOssConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, GenerationConfig, GptOssConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from dc_trl.quantization import attention

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 
 import pytest
@@ -15,7 +14,7 @@ from dc_trl.records.settings import changed_settings
 from dc_trl.report.panels import panels_of, plot_run
 from dc_trl.report.run_report import write_report
 
-from .helpers import ROOT, Rollouts, make_config, make_trainer
+from .helpers import Rollouts, make_config, make_trainer, succeed
 from .html_reader import Reader, require_self_contained
 
 
@@ -323,7 +322,7 @@ def test_a_report_needs_no_engine_and_no_trainer(tmp_path):
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
     command = [sys.executable, "-c", code, str(run), "--output", str(tmp_path / "report.html")]
-    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    loaded = succeed(command).stdout.split()
     assert "matplotlib" in loaded
     heavy = {"torch", "trl", "transformers", "peft", "vllm", "accelerate", "datasets", "pandas", "pyarrow", "aiohttp"}
     assert not heavy & set(loaded)

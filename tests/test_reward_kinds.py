@@ -4,9 +4,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from dc_trl import DCGRPOTrainer
-
-from .helpers import Rollouts, logged, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import Rollouts, logged, make_prompts, make_tokenizer, make_trainer
 
 
 def reward_model():
@@ -34,24 +32,11 @@ def test_functions_that_wait_abstain_or_are_models_are_summed_by_their_weights(t
         )
         return values
 
-    trainer = DCGRPOTrainer(
-        make_model(),
-        [waits, abstains, model],
-        make_config(
-            tmp_path,
-            reward_weights=[0.5, 1.0, 2.0],
-            max_steps=2,
-            eval_strategy="steps",
-            eval_steps=2,
-            per_device_eval_batch_size=8,
-            num_generations_eval=2,
-        ),
-        train_dataset=make_prompts(),
-        eval_dataset={"easy": make_prompts(4), "hard": make_prompts(8).select(range(4, 8))},
-        processing_class=tokenizer,
-        reward_processing_classes=[None, None, make_tokenizer()],
-        rollout_func=Rollouts(),
-    )
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8, "num_generations_eval": 2}
+    evaluated["eval_dataset"] = {"easy": make_prompts(4), "hard": make_prompts(8).select(range(4, 8))}
+    weighted = {"reward_weights": [0.5, 1.0, 2.0], "reward_processing_classes": [None, None, make_tokenizer()]}
+    rewards = [waits, abstains, model]
+    trainer = make_trainer(tmp_path, None, rewards, max_steps=2, rollout_func=Rollouts(), **evaluated, **weighted)
     trainer.train()
     means = [sum(values) / len(values) for values in seen]
     assert [len(values) for values in seen] == [4, 4, 8, 8]

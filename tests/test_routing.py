@@ -1,8 +1,6 @@
 """Routing replay: the experts that sampled are the experts that are trained."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -28,7 +26,7 @@ from dc_trl.serving.errors import ServerError
 
 from . import helpers
 from .helpers import (
-    ROOT,
+    TORCHRUN,
     Rollouts,
     distinct_characters,
     logged,
@@ -36,6 +34,7 @@ from .helpers import (
     make_experts,
     make_model,
     make_prompts,
+    succeed,
 )
 from .routing_worker import mean_gap_at
 from .stub_server import completions, stub_server
@@ -69,9 +68,6 @@ def random_routes(batch, tokens, layers=2, experts=8, k=2, seed=0):
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(batch, tokens, layers, experts, generator=generator).argsort(-1)
     return order[..., :k].to(torch.int16)
-
-
-# --- the weights of given experts
 
 
 # --- a forward pass at given experts
@@ -381,10 +377,7 @@ def test_a_resumed_run_goes_on_with_the_same_experts(tmp_path):
 @pytest.mark.long
 def test_two_processes(tmp_path):
     """DDP, and FSDP2 with recomputed layers against the whole model."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    command += ["-m", "tests.routing_worker", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed([*TORCHRUN, "-m", "tests.routing_worker", str(tmp_path)])
     whole, sharded = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "sharded"))
     for name, value in whole.items():
         torch.testing.assert_close(sharded[name], value, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Whole runs in processes of their own: killed and resumed, and divided among processes."""
+"""Whole runs in processes of their own: killed and resumed, and of two hosts."""
 
 import json
 import os
@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -24,54 +26,67 @@ STEPS = {
 COMPARED = ("loss", "grad_norm", "reward", "discrepancy/mean", "lagrangian/lambda", "learning_rate")
 
 
-def run(options, launcher=(), **kwargs):
-    command = [*launcher, "-m", "tests.worker", json.dumps(options)]
-    if not launcher:
-        command.insert(0, sys.executable)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, **kwargs)
+def worker(*runs):
+    """Makes runs one after the other, in one process."""
+    command = [sys.executable, "-m", "tests.worker", *map(json.dumps, runs)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
-def finished(options, **kwargs):
-    done = run(options, **kwargs)
+def finished(*runs):
+    """The logs of runs that come to their end."""
+    done = worker(*runs)
     assert done.returncode == 0, done.stderr[-3000:]
-    with open(os.path.join(options["output_dir"], "logs.json")) as file:
-        return json.load(file)
+    return [json.loads(Path(run["output_dir"], "logs.json").read_text()) for run in runs]
 
 
 def compared(rows):
     return [{name: row[name] for name in ("step", *COMPARED) if name in row} for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("steps", STEPS)
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(tmp_path, steps):
-    options = {
-        **STEPS[steps],
-        "max_steps": 9,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "deployment_scheme": "fp8",
-        "dual_window": 3,
-        "lambda_lr": 5.0,
-        "lr_scheduler_type": "linear",
-    }
-    whole = finished(options | {"output_dir": str(tmp_path / "whole")})
-    resumed = options | {"output_dir": str(tmp_path / "resumed")}
-    assert run(resumed | {"kill_in_save": 6}).returncode == -signal.SIGKILL
-    assert not (tmp_path / "resumed" / "logs.json").exists()
-    # Neither the checkpoint that the kill cut short nor an empty folder is the newest one to go on from.
-    assert (tmp_path / "resumed" / "checkpoint-6" / "model.safetensors").is_file()
-    (tmp_path / "resumed" / "checkpoint-99").mkdir()
-    assert (tmp_path / "resumed" / "checkpoint-3" / "sampler").exists() == ("weight_sync_steps" in options)
-    logs = finished(resumed | {"resume_from_checkpoint": "true"})
+class Runs(NamedTuple):
+    folder: Path  # of the run that was killed and resumed
+    left: set[str]  # what was there when it was killed
+    whole: dict  # logs of an uninterrupted run, and of the resumed one
+    resumed: dict
 
-    assert compared(logs["rows"]) == compared(whole["rows"])
-    assert logs["lambda"] == whole["lambda"]
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """By the names of `STEPS`. Only a kill needs a process of its own."""
+    fields = {"max_steps": 9, "save_strategy": "steps", "save_steps": 3, "deployment_scheme": "fp8", "dual_window": 3}
+    fields |= {"lambda_lr": 5.0, "lr_scheduler_type": "linear"}
+    folders = {name: tmp_path_factory.mktemp("runs") for name in STEPS}
+
+    def of(kind):
+        return [fields | STEPS[name] | {"output_dir": str(folder / kind)} for name, folder in folders.items()]
+
+    wholes, killed = finished(*of("whole")), of("resumed")
+    assert [worker(run | {"kill_in_save": 6}).returncode for run in killed] == [-signal.SIGKILL] * len(STEPS)
+    left = []
+    for folder in (Path(run["output_dir"]) for run in killed):
+        left.append({str(path.relative_to(folder)) for path in folder.rglob("*")})
+        (folder / "checkpoint-99").mkdir()
+    resumed = finished(*(run | {"resume_from_checkpoint": "true"} for run in killed))
+    found = zip([folder / "resumed" for folder in folders.values()], left, wholes, resumed, strict=True)
+    return dict(zip(STEPS, map(Runs._make, found), strict=True))
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs, steps):
+    folder, left, whole, resumed = runs[steps]
+    # Neither the checkpoint that the kill cut short nor an empty folder is the newest one to go on from.
+    assert "logs.json" not in left
+    assert "checkpoint-6/model.safetensors" in left
+    assert ("checkpoint-3/sampler" in left) == ("weight_sync_steps" in STEPS[steps])
+
+    assert compared(resumed["rows"]) == compared(whole["rows"])
+    assert resumed["lambda"] == whole["lambda"]
     assert len({row["lagrangian/lambda"] for row in whole["rows"] if "lagrangian/lambda" in row}) > 1
     # The history file is continued, not doubled: steps 4 to 6 of the killed run were made again.
-    history = [json.loads(line) for line in (tmp_path / "resumed" / "history.jsonl").read_text().splitlines()]
+    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     assert [row["step"] for row in history if "loss" in row] == list(range(1, 10))
     assert compared(history) == compared(whole["rows"])
-    assert (tmp_path / "resumed" / "run.png").stat().st_size > 10_000
+    assert (folder / "run.png").stat().st_size > 10_000
 
 
 def test_colocated_engines_of_two_hosts_share_a_directory(tmp_path):

@@ -11,7 +11,7 @@ from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.score_centering import ScoreCentering
 from dc_trl.rollouts.truncation import Choices, KeptLogProb, Named, NamedLogProb
 
-from .helpers import logged, make_model, make_trainer
+from .helpers import completion_logits, logged, make_model, make_trainer
 
 
 WORDS = 12
@@ -221,14 +221,11 @@ def trained(tmp_path, **options):
 def logits_of(batch):
     """The policy that sampled a batch, and the logits of the completions by it (with a gradient) and its replica."""
     model = make_model()
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    of_completions = slice(-batch["completion_ids"].shape[1] - 1, -1)
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, of_completions]
     with torch.no_grad():
-        replica = Replica(model, "int2").model(input_ids=ids, attention_mask=mask, position_ids=positions)
-    return model, logits, replica.logits[:, of_completions].float()
+        of_replica = completion_logits(Replica(model, "int2").model, batch, position_ids=positions).float()
+    return model, completion_logits(model, batch), of_replica
 
 
 @pytest.mark.parametrize(

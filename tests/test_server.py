@@ -2,7 +2,6 @@
 
 import signal
 import socket
-import subprocess
 import sys
 
 import pytest
@@ -16,7 +15,7 @@ from dc_trl.serving.fit import check_server
 from dc_trl.serving.server import VLLMServer
 
 from .gaps import PROMPTS, mean_gap
-from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer, program
+from .helpers import ROOT, TINY_MODEL, at_server, make_model, make_tokenizer, make_trainer, program, succeed
 from .vllm_server import Serve, complete, requires_vllm, serving, wait_until_gone
 
 
@@ -67,28 +66,54 @@ def test_a_server_that_does_not_fit_is_refused(fp8_server, changed, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+KEY, TOKEN = "sk-wxyz-never-to-be-seen", "mine-and-nobody-elses"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """A server in INT4 that asks for a key and holds a token. The last of its tests ends it."""
+    options = ["--scheme", "int4", "--max_model_len", "256", "--require_api_key", "--", "--hf-token", TOKEN]
+    with serving(tmp_path_factory.mktemp("guarded"), *options, VLLM_API_KEY=KEY) as server:
+        server.url()
+        yield server
+
+
 @pytest.mark.long
-def test_an_api_key_is_asked_for_and_kept_secret_and_ctrl_c_ends_everything(tmp_path, monkeypatch):
-    key, token = "sk-wxyz-never-to-be-seen", "mine-and-nobody-elses"
-    options = ["--", "--hf-token", token]
-    with serving(tmp_path, "--require_api_key", *options, VLLM_API_KEY=key) as server:
-        url = server.url()
-        assert "--hf-token '(hidden)'" in server.output
-        assert token not in server.output + server.log_path.read_text()
-        monkeypatch.delenv("VLLM_API_KEY", raising=False)
-        with pytest.raises(ServerError, match="VLLM_API_KEY"):
-            ServerClient(url)
-        monkeypatch.setenv("VLLM_API_KEY", key)
-        client = ServerClient(url)
-        assert client.generate(["12+34="], max_tokens=2)["completion_ids"]
-        family = server.family()
-        assert len(family) >= 3
-        assert all(key not in " ".join(process.cmdline()) for process in family)
-        assert key not in server.output + server.log_path.read_text()
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(120) == 0
-        assert server.output.endswith("stopped\n")
-        wait_until_gone(family)
+def test_an_api_key_is_asked_for_and_kept_secret(guarded, monkeypatch):
+    shown = guarded.output + guarded.log_path.read_text()
+    assert "--hf-token '(hidden)'" in guarded.output
+    assert TOKEN not in shown
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(ServerError, match="VLLM_API_KEY"):
+        ServerClient(guarded.url())
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    assert ServerClient(guarded.url()).generate(["12+34="], max_tokens=2)["completion_ids"]
+    family = guarded.family()
+    assert len(family) >= 3
+    assert all(KEY not in " ".join(process.cmdline()) for process in family)
+    assert KEY not in guarded.output + guarded.log_path.read_text()
+
+
+@pytest.mark.long
+def test_another_scheme_reloads_in_place(guarded, tmp_path, monkeypatch):
+    """int4; int8 is the doctor's, bf16 the servers' that are killed."""
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    untrained, policy = (AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32) for _ in range(2))
+    fields = at_server(guarded.url()) | {"vllm_server_timeout": 120.0, "deployment_scheme": "int4", "max_steps": 2}
+    trainer = make_trainer(tmp_path, policy, max_completion_length=24, **fields)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    served = complete(guarded.url(), PROMPTS, max_tokens=16)
+    assert 3 * mean_gap(served, trainer.model, "int4") < mean_gap(served, untrained, "int4")
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_everything(guarded):
+    family = guarded.family()
+    guarded.process.send_signal(signal.SIGINT)
+    assert guarded.process.wait(120) == 0
+    assert guarded.output.endswith("stopped\n")
+    wait_until_gone(family)
 
 
 @pytest.mark.long
@@ -171,8 +196,7 @@ assert torch.equal(product(), before)
 assert torch.equal(torch.compile(product)(), before)
 assert torch.allclose(before, a.float() @ b.float().t(), rtol=1e-6, atol=1e-6)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    succeed([sys.executable, "-c", code])
 
 
 @pytest.mark.long

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.serving.server import VLLMServer
 
+from . import helpers
 from .gaps import PROMPTS, mean_gap
-from .helpers import TINY_MODEL, assert_finite, distinct_characters, logged, make_config, make_prompts, make_tokenizer
+from .helpers import TINY_MODEL, assert_finite, at_server, logged
 from .vllm_server import complete, requires_vllm, wait_until_gone
 
 
@@ -36,26 +36,11 @@ def servers(tmp_path_factory):
 
 
 def make_trainer(servers, output_dir, **options):
-    fields = {
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_server_base_urls": [server.url for server in servers],
-        "vllm_server_timeout": 120.0,
-        "vllm_request_timeout": 120.0,
-        "deployment_scheme": "bf16",
-        "max_completion_length": 100,
-        "generation_kwargs": {"ignore_eos": True},
-        "learning_rate": 3e-3,
-        "per_device_train_batch_size": 16,
-        "num_generations": 4,
-    }
-    return DCGRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
-        distinct_characters,
-        make_config(output_dir, **fields | options),
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-    )
+    fields = at_server(None) | {"vllm_server_base_urls": [server.url for server in servers]}
+    fields |= {"vllm_server_timeout": 120.0, "vllm_request_timeout": 120.0, "max_completion_length": 100}
+    fields |= {"generation_kwargs": {"ignore_eos": True}, "learning_rate": 3e-3, "per_device_train_batch_size": 16}
+    policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    return helpers.make_trainer(output_dir, policy, **fields | options)
 
 
 def version_of(server):

@@ -12,7 +12,7 @@ from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.sampled_tokens import SampledTokens
 
-from .helpers import TINY_MODEL, distinct_characters, logged, make_trainer
+from .helpers import TINY_MODEL, completion_logps, distinct_characters, logged, make_trainer
 
 
 def of_conversations(completions, **kwargs):
@@ -113,12 +113,8 @@ def test_the_parts_are_those_of_a_forward_of_its_own(tmp_path):
     (tokens,), (batch,) = counted, batches
 
     copy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32).eval()
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    width = batch["completion_ids"].shape[1]
-    with torch.no_grad(), DeployedForward(copy, "fp8").active():
-        logits = copy(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1].float()
-    logps = logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    with DeployedForward(copy, "fp8").active():
+        logps = completion_logps(copy, batch)
     torch.testing.assert_close(tokens.deployed_logps[tokens.scored], logps[tokens.scored], rtol=0, atol=1e-5)
 
 

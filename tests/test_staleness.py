@@ -18,12 +18,7 @@ from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.schedule import SyncSchedule
 
 from . import helpers
-from .helpers import (
-    Rollouts,
-    logged,
-    make_prompts,
-    untimed_rows,
-)
+from .helpers import Rollouts, logged, make_prompts, untimed_rows
 
 
 SCHEME = "fp8"

@@ -31,7 +31,7 @@ from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.tables import markdown_table
 from dc_trl.training.arguments import RunArguments
 
-from .helpers import ROOT, TINY_MODEL, load_script, make_config
+from .helpers import ROOT, TINY_MODEL, load_script, make_config, succeed
 
 
 sorting = load_script("sorting")
@@ -575,7 +575,6 @@ def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
 
     # Elsewhere, with the lines alone: no run is made again, and the table is the same.
     known = [*command[:-1], tmp_path / "other", "--known", tmp_path / "out" / "lines.jsonl"]
-    again = subprocess.run(known, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert again.returncode == 0, again.stderr[-2000:]
+    succeed(known)
     assert not list((tmp_path / "other").glob("*/seed-*"))
     assert (tmp_path / "other" / "tables.md").read_text() == (tmp_path / "out" / "tables.md").read_text()

@@ -1,13 +1,16 @@
-"""What a run's summary compares."""
+"""What a run shows from its first line to its last: bars, units, seconds, and what its summary compares."""
 
 import json
+import logging
 
 import pytest
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from dc_trl import HistoryCallback
 from dc_trl.callbacks.before_and_after import BeforeAndAfter
 from dc_trl.records.runs import read_run
+from dc_trl.report.tables import outcome_table
+from dc_trl.resuming.checkpoints import write_manifest
 from dc_trl.training.arguments import WatchArguments
 from dc_trl.training.build import add_callbacks
 from dc_trl.training.summary import summarize
@@ -15,9 +18,11 @@ from dc_trl.training.summary import summarize
 from .helpers import make_prompts, make_trainer
 
 
-def trained(output_dir, held_out=8, between=False, **fields):
+def trained(output_dir, held_out=8, between=False, reward=None, **fields):
+    """A trainer that was trained, and its summary."""
     trainer = make_trainer(
         output_dir,
+        reward=reward,
         train_dataset=make_prompts(2),  # an epoch of two steps, as scripts/train.py sizes it
         eval_dataset=make_prompts(held_out),
         callbacks=[HistoryCallback()],
@@ -26,21 +31,62 @@ def trained(output_dir, held_out=8, between=False, **fields):
     trainer.add_callback(BeforeAndAfter(trainer, between))
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     summarize(trainer)
-    return json.loads((output_dir / "summary.json").read_text())
+    return trainer, json.loads((output_dir / "summary.json").read_text())
+
+
+def zero_or_one(completions, **kwargs):
+    return [float(len(completion) % 2) for completion in completions]
+
+
+def below_zero(completions, **kwargs):
+    return [None if len(completion) % 3 == 0 else -len(completion) / 8 for completion in completions]
+
+
+def test_the_greedy_reward_is_the_weighted_sum_in_table_report_and_card(tmp_path, capsys):
+    rewards = {"reward": [zero_or_one, below_zero], "reward_weights": [1.0, 0.5]}
+    trainer, summary = trained(tmp_path, max_steps=1, **rewards)
+    printed = next(line for line in capsys.readouterr().out.splitlines() if "greedy reward" in line)
+    greedy = f"{summary['after']['greedy']:.3f} ±"
+    assert greedy in printed
+    measured = {row[0]: row[1:] for row in outcome_table(read_run(tmp_path)).rows}
+    assert measured["greedy reward"][1].startswith(greedy)
+    trainer.create_model_card()
+    assert greedy in (tmp_path / "README.md").read_text()
+
+
+def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, capsys):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    transformers_logging.get_logger("transformers.generation.utils").warning_once.__func__.cache_clear()
+    transformers_logging.add_handler(handler)
+    try:
+        trained(tmp_path, save_steps=1, disable_tqdm=False)
+        assert "held-out problems, greedy, 1 of 1" in capsys.readouterr().err
+        state = tmp_path / "checkpoint-1" / "dc_grpo_state.json"
+        saved = json.loads(state.read_text())
+        state.write_text(json.dumps(saved | {"seconds": saved["seconds"] | {"loss": 1000.0}}))
+        write_manifest(state.parent)
+        trainer, summary = trained(tmp_path, resume_from_checkpoint=str(state.parent))
+    finally:
+        transformers_logging.remove_handler(handler)
+    assert 1000 < summary["seconds"] == trainer.training_seconds < 1100
+    assert "held-out" not in capsys.readouterr().err
+    assert not [text for text in records if "prefill_chunk_size" in text]  # generation gets one configuration
 
 
 def test_a_run_that_is_resumed_after_its_last_step_says_the_same(tmp_path):
-    whole = trained(tmp_path)
+    _, whole = trained(tmp_path)
     assert {"greedy", "greedy_se", "reward", "discrepancy"} == whole["before"].keys()
     (tmp_path / "summary.json").unlink()  # killed before it was written
-    resumed = trained(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    _, resumed = trained(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed["before"] == whole["before"]
     assert resumed["after"]["greedy"] == pytest.approx(whole["after"]["greedy"])
     assert resumed["lambda"] == whole["lambda"]
 
 
 def test_a_single_held_out_problem_has_no_standard_error(tmp_path, capsys):
-    run = trained(tmp_path, held_out=1)
+    _, run = trained(tmp_path, held_out=1)
     assert "greedy_se" not in run["after"]
     row = next(line for line in capsys.readouterr().out.splitlines() if "greedy reward" in line)
     assert "±" not in row
@@ -52,7 +98,7 @@ def test_greedy_completions_are_measured_in_between_where_that_is_asked_for(tmp_
     for between in (False, True):
         folder = tmp_path / str(between)
         folder.mkdir()
-        summary = trained(folder, between=between, **evaluated)
+        _, summary = trained(folder, between=between, **evaluated)
         run = read_run(folder)
         greedy = run.series("eval_greedy_reward").by_step()
         assert list(greedy) == ([0, 1, 2] if between else [0, 2])
@@ -70,7 +116,7 @@ def test_a_run_has_one_bar_which_says_when_it_evaluates(tmp_path, capsys):
         capsys.readouterr()
         trainer.train()
     finally:
-        logging.enable_progress_bar()
+        transformers_logging.enable_progress_bar()
     shown = capsys.readouterr().err
     for text in ("held-out problems, 2 of ", "held-out problems, greedy, 2 of 2: 100%", "2/2 ", "reward=", "λ="):
         assert text in shown

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import subprocess
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.rollouts.sampling import EngineSpec
 
 from .helpers import (
-    ROOT,
     TINY_MODEL,
     TWO_PROCESSES,
     distinct_characters,
@@ -26,6 +24,7 @@ from .helpers import (
     make_model,
     make_prompts,
     make_trainer,
+    succeed,
 )
 
 
@@ -123,9 +122,7 @@ def test_evaluation_computes_so_too(tmp_path):
 
 @pytest.mark.long
 def test_two_processes(tmp_path):
-    command = [*TWO_PROCESSES, "-m", "tests.aligned_worker", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed([*TWO_PROCESSES, "-m", "tests.aligned_worker", str(tmp_path)])
     gaps = json.loads((tmp_path / "gaps.json").read_text())
     assert gaps.keys() == {f"{kind}, experts={experts}" for kind in ("FSDP2", "DDP") for experts in (False, True)}
     assert max(gaps.values()) <= 1e-6, gaps

@@ -8,20 +8,22 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from dc_trl import DCGRPOConfig, DCGRPOTrainer, HistoryCallback, mismatch_metrics
+from dc_trl import DCGRPOTrainer, HistoryCallback, mismatch_metrics
 from dc_trl.constraint.tolerance import AUTO_BATCHES
 
 from .helpers import (
     TINY_MODEL,
     Rollouts,
     assert_finite,
+    completion_logps,
     distinct_characters,
     logged,
     make_config,
     make_model,
     make_prompts,
+    plain_config,
     untimed_rows,
 )
 from .stub_server import stub_server
@@ -44,15 +46,6 @@ def make_trainer(config, tokenizer, rollouts=None, model=None, kind=DCGRPOTraine
         rollout_func=rollouts,
         **kwargs,
     )
-
-
-def plain_config(config: DCGRPOConfig) -> GRPOConfig:
-    """The same settings for TRL's trainer."""
-    names = ["output_dir", "use_cpu", "bf16", "gradient_checkpointing", "per_device_train_batch_size"]
-    names += ["num_generations", "max_completion_length", "max_steps", "learning_rate", "lr_scheduler_type"]
-    names += ["logging_steps", "save_strategy", "report_to", "disable_tqdm", "loss_type", "epsilon", "beta"]
-    names += ["steps_per_generation", "gradient_accumulation_steps", "num_iterations", "temperature"]
-    return GRPOConfig(**{name: getattr(config, name) for name in names})
 
 
 def count_forwards(trainer):
@@ -97,16 +90,6 @@ def test_no_forward_pass_that_trl_would_not_make(tmp_path, tokenizer, steps):
 # --- the penalty
 
 
-def log_probs(model, inputs):
-    """Return log π of the completions' tokens."""
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    length = inputs["completion_ids"].size(1)
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, -length - 1 : -1]
-    return logits.log_softmax(-1).gather(2, inputs["completion_ids"].unsqueeze(2)).squeeze(2)
-
-
 def trls_inputs(config, tokenizer, seen_by_the_loss, rollouts):
     """Return what the loss of TRL's own trainer reads of the same rollouts, in TRL's order of rows."""
     make_trainer(plain_config(config), tokenizer, rollouts, kind=GRPOTrainer).train()
@@ -124,7 +107,7 @@ def test_advantages_are_trls_minus_lambda_delta(tmp_path, tokenizer, seen_by_the
     make_trainer(config, tokenizer, Rollouts()).train()
     for ours, plain in zip(seen_by_the_loss, theirs, strict=True):
         assert torch.equal(ours["completion_ids"], plain["completion_ids"])
-        p = log_probs(make_model().eval(), ours).exp()
+        p = completion_logps(make_model().eval(), ours).exp()
         delta = (p - ours["sampling_per_token_logps"].exp()).abs()
         penalty = 0.5 * delta * (delta > 0.1) * ours["completion_mask"]
         expected = plain["advantages"].unsqueeze(1) - penalty
@@ -200,7 +183,7 @@ def test_metrics_cover_the_whole_generation_batch(tmp_path, tokenizer, seen_by_t
         return torch.cat(rows)
 
     infer, mask = whole("sampling_per_token_logps"), whole("completion_mask").bool()
-    logps = [log_probs(trainer.model, inputs) for inputs in slices]
+    logps = [completion_logps(trainer.model, inputs) for inputs in slices]
     train = torch.cat([torch.nn.functional.pad(values, (0, width - values.size(1))) for values in logps])
     row = trainer.state.log_history[0]
     expected = mismatch_metrics(train, infer, mask)
@@ -251,7 +234,7 @@ def test_evaluation_weighs_tokens_not_batches(tmp_path, tokenizer, seen_by_the_l
     assert len(seen_by_the_loss) == 3
     total = count = 0.0
     for inputs in seen_by_the_loss:
-        delta = log_probs(trainer.model, inputs).exp() - inputs["sampling_per_token_logps"].exp()
+        delta = completion_logps(trainer.model, inputs).exp() - inputs["sampling_per_token_logps"].exp()
         gap = delta.abs() * inputs["completion_mask"]
         total, count = total + gap.sum().item(), count + inputs["completion_mask"].sum().item()
     assert metrics["eval_discrepancy/probs_diff_mean"] == pytest.approx(total / count, rel=1e-5)

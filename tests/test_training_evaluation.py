@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import subprocess
 
 import pytest
 import torch
@@ -11,15 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dc_trl.callbacks.greedy import greedy_rewards
 
-from .helpers import (
-    ROOT,
-    TINY_MODEL,
-    TWO_PROCESSES,
-    distinct_characters,
-    logged,
-    make_prompts,
-    make_trainer,
-)
+from .helpers import TINY_MODEL, TWO_PROCESSES, distinct_characters, logged, make_prompts, make_trainer, succeed
 
 
 def tiny_model():
@@ -39,9 +30,7 @@ def test_two_processes_evaluate_as_one(tmp_path):
     expected = greedy_rewards(trainer, make_prompts(11), 4)
     options = {"output_dir": str(tmp_path / "two"), "max_steps": 1, "benchmark": 11, "use_cpu": True}
     options |= {"per_device_train_batch_size": 2, "deployment_scheme": "fp8", "max_completion_length": 48}
-    command = [*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed([*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)])
     assert len(expected) == 11
     assert sorted(json.loads((tmp_path / "two" / "greedy.json").read_text())) == pytest.approx(sorted(expected))
 

@@ -8,13 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GenerationConfig,
-)
+from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GenerationConfig
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -27,14 +21,15 @@ from . import helpers
 from .helpers import (
     Rollouts,
     assert_finite,
+    completion_logits,
     distinct_characters,
     logged,
     make_config,
     make_experts,
     make_model,
     make_prompts,
+    plain_config,
 )
-from .test_trainer import plain_config
 
 
 TRUNCATED = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.8, "top_k": 20, "min_p": 0.01}]
@@ -289,16 +284,13 @@ def test_the_gradient_is_that_of_the_truncated_policy(tmp_path, seen_by_the_loss
     make_trainer(tmp_path, Caught, **fields).train()
     (inputs,) = seen_by_the_loss
     model = make_model()
-    mask, sampled = inputs["completion_mask"], inputs["completion_ids"]
-    ids = torch.cat([inputs["prompt_ids"], sampled], dim=1)
-    seen = torch.cat([inputs["prompt_mask"], mask], dim=1)
-    logits = model(input_ids=ids, attention_mask=seen).logits[:, -sampled.shape[1] - 1 : -1] / 0.8
+    mask = inputs["completion_mask"]
     sets = [
         [ids.tolist() for ids in row[row >= 0].split(counts.tolist())]
         for row, counts in zip(inputs["kept_ids"], inputs["kept_counts"], strict=True)
     ]
     assert all(len(ids) >= 5 for row in sets for ids in row[:1])
-    logps = dense(logits, sets, sampled)
+    logps = dense(completion_logits(model, inputs) / 0.8, sets, inputs["completion_ids"])
     advantages = inputs["trajectory_advantages"].unsqueeze(1)
     (-(advantages * logps * mask).sum(1) / mask.sum(1)).mean().backward()
     for name, parameter in model.named_parameters():
@@ -373,10 +365,8 @@ def test_losses_of_what_is_measured_alone_are_trls_own(tmp_path, tokenizer, step
     # TRL's mask of trajectories reads the engine's log-probabilities, which have to be those that it reports.
     fields = {"top_k": 3, "off_policy_mask_threshold": 2.0}
     ours = make_config(tmp_path, constraint="none", max_steps=4, length_aware_batches=False, **steps, **fields)
-    trls = plain_config(ours)
-    vars(trls).update(fields)
     histories, weights = [], []
-    for kind, args, edit in ((DCGRPOTrainer, ours, keep), (GRPOTrainer, trls, None)):
+    for kind, args, edit in ((DCGRPOTrainer, ours, keep), (GRPOTrainer, plain_config(ours), None)):
         data = {"train_dataset": make_prompts(), "processing_class": tokenizer}
         trainer = kind(make_model(), distinct_characters, args, rollout_func=Rollouts(edit=edit), **data)
         trainer.train()

@@ -19,51 +19,35 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from dc_trl import DCGRPOTrainer, DeploymentCheckpointCallback
+from dc_trl import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.server import VLLMServer
 
+from . import helpers
 from .gaps import PROMPTS, SampledBy, mean_gap
 from .helpers import (
     ROOT,
     TINY_MODEL,
     TWO_PROCESSES,
     assert_finite,
-    distinct_characters,
+    at_server,
+    completion_logits,
     logged,
-    make_config,
-    make_prompts,
     make_tokenizer,
+    succeed,
 )
-from .vllm_server import complete, requires_vllm, serving, shared_memory, wait_until_gone
+from .vllm_server import complete, requires_vllm, shared_memory, wait_until_gone
 
 
 pytestmark = requires_vllm
 
 
 def make_trainer(url, output_dir, model=None, **overrides):
-    config = make_config(
-        output_dir,
-        **{
-            "use_vllm": True,
-            "vllm_mode": "server",
-            "vllm_server_base_url": url,
-            "vllm_server_timeout": 120.0,
-            "vllm_request_timeout": 120.0,
-            "deployment_scheme": "fp8",
-            "max_completion_length": 24,
-            "learning_rate": 1e-3,
-        }
-        | overrides,
-    )
-    return DCGRPOTrainer(
-        model or AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
-        distinct_characters,
-        config,
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-    )
+    fields = at_server(url) | {"vllm_server_timeout": 120.0, "vllm_request_timeout": 120.0, "deployment_scheme": "fp8"}
+    fields |= {"max_completion_length": 24, "learning_rate": 1e-3}
+    model = model or AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    return helpers.make_trainer(output_dir, model, **fields | overrides)
 
 
 def test_every_step_samples_with_the_present_weights(fp8_server, tmp_path):
@@ -142,11 +126,9 @@ def test_the_score_is_centred_by_what_the_server_names(fp8_server, tmp_path, fie
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     size = model.config.vocab_size
     assert (named[1][scored] == min(size, *fields.values())).all()
-    ids = torch.cat([batch["prompt_ids"], sampled], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, -sampled.shape[1] - 1 : -1] / 1.5
+    logits = completion_logits(model, batch) / 1.5
     q = torch.zeros_like(logits)
-    for row in range(len(ids)):
+    for row in range(len(sampled)):
         positions = torch.arange(len(named[1][row])).repeat_interleave(named[1][row])
         held = named[0][row] >= 0
         q[row, positions, named[0][row][held].long()] = named[2][row][held].exp()
@@ -285,14 +267,7 @@ def test_two_processes_train_on_one_server(fp8_server, tmp_path):
         "per_device_train_batch_size": 2,
         "use_cpu": True,
     }
-    done = subprocess.run(
-        [*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    succeed([*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)])
     logs = json.loads((tmp_path / "two" / "logs.json").read_text())
     assert logs["kind"] == "DistributedType.MULTI_CPU"
     assert len(set(logs["lambda"])) == 1
@@ -317,17 +292,8 @@ def own_server(tmp_path_factory):
 
 def faulty_trainer(server, output_dir, **overrides):
     """Completions of 200 tokens, so that there is time to break something."""
-    return make_trainer(
-        server.url,
-        output_dir,
-        **{
-            "deployment_scheme": "bf16",
-            "max_completion_length": 200,
-            "generation_kwargs": {"ignore_eos": True},
-            "max_steps": 4,
-        }
-        | overrides,
-    )
+    fields = {"deployment_scheme": "bf16", "max_completion_length": 200, "max_steps": 4}
+    return make_trainer(server.url, output_dir, generation_kwargs={"ignore_eos": True}, **fields | overrides)
 
 
 def engine_processes(server):
@@ -450,35 +416,12 @@ def test_nothing_is_left_of_the_server_of_a_killed_run(tmp_path):
     assert not any(path.exists() for path in shared)
 
 
-# --- other schemes --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_another_scheme_reloads_in_place(tmp_path):
-    """int4; int8 is the doctor's, bf16 the servers' that are killed."""
-    with serving(tmp_path, "--scheme", "int4", "--max_model_len", "256") as server:
-        url = server.url()
-        trainer = make_trainer(url, tmp_path, deployment_scheme="int4", max_steps=2, learning_rate=1e-2)
-        trainer.train()
-        trainer.vllm_generation.sync_weights()
-        served = complete(url, PROMPTS, max_tokens=16)
-        untrained = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
-        assert 3 * mean_gap(served, trainer.model, "int4") < mean_gap(served, untrained, "int4")
-
-
 @pytest.mark.long
 def test_colocated_vllm_reloads_the_scheme(tmp_path):
     """In a process of its own: vLLM takes over the process that it is in."""
     options = {"output_dir": str(tmp_path), "colocate": "fp8", "max_steps": 3, "learning_rate": 3e-3}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.worker", json.dumps(options)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = succeed([sys.executable, "-m", "tests.worker", json.dumps(options)], env=environment)
     assert "Traceback" not in done.stderr, done.stderr[-3000:]  # the process group has gone before the engine
     logs = json.loads((tmp_path / "logs.json").read_text())
     gaps = logs["gaps"]

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from .helpers import ROOT, TINY_MODEL
+from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL
 
 
 requires_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make vllm)")
@@ -26,21 +26,8 @@ class Serve:
     def __init__(self, folder: Path, *arguments: str, model: str = str(TINY_MODEL), **environment: str):
         self.output_path = folder / "serve.out"
         self.log_path = folder / "vllm.log"
-        # A shell that runs the tests in the background has them ignore Ctrl-C, and what they start inherits that.
-        default = ["env", "--default-signal=INT"]
-        command = [
-            *default,
-            sys.executable,
-            "-m",
-            "dc_trl",
-            "serve",
-            "--model",
-            model,
-            "--port",
-            "0",
-            "--log",
-            str(self.log_path),
-        ]
+        command = [*DEFAULT_SIGINT, sys.executable, "-m", "dc_trl", "serve", "--model", model, "--port", "0"]
+        command += ["--log", str(self.log_path)]
         with open(self.output_path, "w") as output:
             self.process = subprocess.Popen(
                 [*command, *arguments], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment
@@ -110,14 +97,10 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
 
 def complete(url: str, prompts: list[list[int]], **parameters: Any) -> list[dict[str, Any]]:
     """Completions with token ids and log-probabilities, by plain HTTP."""
-    request = {
-        "model": httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"],
-        "prompt": prompts,
-        "logprobs": 0,
-        "return_token_ids": True,
-        **parameters,
-    }
-    response = httpx.post(f"{url}/v1/completions", json=request, timeout=120)
+    headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}"}
+    model = httpx.get(f"{url}/v1/models", headers=headers, timeout=30).json()["data"][0]["id"]
+    request = {"model": model, "prompt": prompts, "logprobs": 0, "return_token_ids": True} | parameters
+    response = httpx.post(f"{url}/v1/completions", headers=headers, json=request, timeout=120)
     assert response.status_code == 200, response.text
     return [
         {"ids": choice["token_ids"], "logps": choice["logprobs"]["token_logprobs"]}

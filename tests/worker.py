@@ -1,11 +1,10 @@
 """Training runs in a process of its own: `python -m tests.worker '{"output_dir": …, …}' …`, one after the other.
 
-Options beside those of DCGRPOConfig: `rollouts` (known rollouts instead of the replica), `kill_at` (the step after
-which the process kills itself, as a power cut would; `kill_rank` says which of several does), `kill_in_save` (the
-same, when the checkpoint of that step has its weights and no more), `server` (URL of a vLLM server that has the tiny
-model in FP8; the folder that it gets weights in is written to `sync_folder.txt`), `colocate` (a scheme for vLLM in
-this process), `benchmark` (so many problems of arithmetic, asked after the last step). The main process writes
-`logs.json` into the output directory.
+Options beside those of DCGRPOConfig: `kill_at` (the step after which the process kills itself, as a power cut would),
+`kill_in_save` (the same, when the checkpoint of that step has its weights and no more), `server` (URL of a vLLM server
+that has the tiny model in FP8; the folder that it gets weights in is written to `sync_folder.txt`), `colocate` (a
+scheme for vLLM in this process), `benchmark` (so many problems of arithmetic, asked after the last step). The main
+process writes `logs.json` into the output directory.
 """
 
 import json
@@ -23,7 +22,7 @@ from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.greedy import greedy_rewards
 
 from .gaps import PROMPTS, SampledBy
-from .helpers import TINY_MODEL, Rollouts, distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import TINY_MODEL, make_model, make_prompts, make_trainer
 
 
 class Kill(TrainerCallback):
@@ -45,9 +44,7 @@ class KilledInSave(DCGRPOTrainer):
 
 
 def train(options: dict[str, Any]) -> DCGRPOTrainer:
-    kill_at, rollouts = options.pop("kill_at", None), options.pop("rollouts", False)
-    kill_rank = options.pop("kill_rank", None)
-    kill_in_save = options.pop("kill_in_save", None)
+    kill_at, kill_in_save = options.pop("kill_at", None), options.pop("kill_in_save", None)
     benchmark = options.pop("benchmark", None)
     if benchmark is not None:
         options |= {"eval_strategy": "steps", "eval_steps": options["max_steps"]}
@@ -57,18 +54,11 @@ def train(options: dict[str, Any]) -> DCGRPOTrainer:
     if colocate is not None:
         options |= {"vllm_mode": "colocate", "vllm_max_model_length": 64, "deployment_scheme": colocate}
     options["use_vllm"] = bool(server or colocate)
-    config = make_config(**options)
-    tiny = config.use_vllm or benchmark is not None
-    trainer = KilledInSave(
-        AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32) if tiny else make_model(128),
-        distinct_characters,
-        config,
-        train_dataset=make_prompts(),
-        eval_dataset=None if benchmark is None else make_prompts(4),
-        processing_class=make_tokenizer(),
-        rollout_func=Rollouts() if rollouts else None,
-        callbacks=[HistoryCallback()],
-    )
+    tiny = options["use_vllm"] or benchmark is not None
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32) if tiny else make_model(128)
+    options["eval_dataset"] = None if benchmark is None else make_prompts(4)
+    trainer = make_trainer(model=model, kind=KilledInSave, callbacks=[HistoryCallback()], **options)
+    config = trainer.args
     trainer.kill_in_save = kill_in_save
     if colocate is not None:
 
@@ -82,7 +72,7 @@ def train(options: dict[str, Any]) -> DCGRPOTrainer:
         if trainer.accelerator.is_main_process:
             Path(config.output_dir).mkdir(parents=True, exist_ok=True)
             Path(config.output_dir, "greedy.json").write_text(json.dumps(rewards))
-    if kill_at is not None and kill_rank in (None, trainer.accelerator.process_index):
+    if kill_at is not None:
         trainer.add_callback(Kill(kill_at))
     if server is not None and trainer.accelerator.is_main_process:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
