@@ -5,7 +5,7 @@ import socket
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from ..serving.connection import Patience, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import require_shared_directory
 from ..serving.pool import ServerPool
+from ..serving.router import RoutedServers
 from ..serving.server import vllm_version
 from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import named_by_vllm
@@ -199,19 +200,12 @@ class ServerGeneration(_DeployedGeneration):
 
     def __init__(self, args: Any, weight_sync: str, **kwargs: Any):
         self.weight_sync = weight_sync
-        self.server_base_urls, self.routing_replay = args.vllm_server_base_urls, args.routing_replay
-        self._patience = Patience(
-            request_timeout=3600.0 if args.vllm_request_timeout is None else args.vllm_request_timeout,
-            server_timeout=args.vllm_server_timeout,
-            max_retries=args.vllm_max_retries,
-            time_limit=args.vllm_time_limit,
-            prefix="vllm_",
-        )
+        self._urls, self._router = server_addresses(args)
+        self._patience, self.routing_replay = server_patience(args), args.routing_replay
+        self._by_file = needs_checkpoint(args, kwargs["accelerator"].device)
         super().__init__(args, **kwargs)
 
     def _init_vllm(self) -> None:
-        single_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-        self._urls = [url.rstrip("/") for url in self.server_base_urls or [single_url]]
         self._run = agree(uuid.uuid4().hex[:12])
         if self.weight_sync == "auto":
             # Processes may see the server and the GPUs differently, but the choice must be the same in all of them.
@@ -223,18 +217,20 @@ class ServerGeneration(_DeployedGeneration):
 
     def _choose_weight_sync(self) -> str:
         shares_gpu = is_local(self._urls[0]) and torch.cuda.device_count() == 1  # NCCL refuses two ranks on one GPU
-        by_file = self._beside or needs_checkpoint(self.deployment_scheme, self._urls, self.accelerator.device)
-        return "checkpoint" if by_file or shares_gpu or is_packed(self.model) else "nccl"
+        return "checkpoint" if self._by_file or shares_gpu or is_packed(self.model) else "nccl"
 
     def _connect(self) -> None:
         if self.weight_sync == "checkpoint":
             require_shared_directory(self.weight_sync_dir, self._urls)
             self._prepare_checkpoints(writes=True)
-        waits = {"start_timeout": self.server_timeout, "patience": self._patience}
-        if len(self._urls) > 1:
-            self.vllm_client: Any = ServerPool(self._urls, fits=self._require_fit, report=logger.warning, **waits)
+        options = {"start_timeout": self.server_timeout, "patience": self._patience, "report": logger.warning}
+        if self._router is not None:
+            self.vllm_client: Any = RoutedServers(self._router, self._urls, fits=self._require_fit, **options)
             return
-        client = ServerClient(self._urls[0], group_port=self.group_port, report=logger.warning, **waits)
+        if len(self._urls) > 1:
+            self.vllm_client = ServerPool(self._urls, fits=self._require_fit, **options)
+            return
+        client = ServerClient(self._urls[0], group_port=self.group_port, **options)
         self.vllm_client = client
         self._require_fit(client)
         if self.weight_sync == "nccl":
@@ -360,13 +356,30 @@ class ColocateGeneration(_DeployedGeneration):
         self.llm.reset_prefix_cache()
 
 
-def needs_checkpoint(scheme: str | None, urls: Sequence[str], device: torch.device) -> bool:
-    """Return whether weights reach servers only as a checkpoint, whatever the policy is.
+def server_addresses(args: Any) -> tuple[list[str], str | None]:
+    """Return the addresses of the servers of a run, and that of the router before them, if there is one."""
+    one, several = args.vllm_server_base_url, args.vllm_server_base_urls
+    if several:
+        return [url.rstrip("/") for url in several], one
+    return [(one or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")], None
 
-    NCCL needs CUDA, and streams the trained weights, not the deployed ones. The stream of TRL's client goes to one
-    server; with several, all would wait for one that is lost.
+
+def server_patience(args: Any) -> Patience:
+    """Return how long a run waits for its servers, and how often it tries again."""
+    seconds = 3600.0 if args.vllm_request_timeout is None else args.vllm_request_timeout
+    return Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
+
+
+def needs_checkpoint(args: Any, device: torch.device) -> bool:
+    """Return whether weights reach the servers of a run only as a checkpoint, whatever the policy is.
+
+    NCCL needs CUDA, and streams the trained weights, merged, and not the deployed ones. The stream of TRL's client goes
+    to one server; with several, all would wait for one that is lost.
     """
-    return scheme not in (None, "bf16") or len(urls) > 1 or device.type != "cuda"
+    urls, router = server_addresses(args)
+    several = router is not None or len(urls) > 1
+    quantized = args.deployment_scheme not in (None, "bf16")
+    return several or quantized or args.lora_deployment == "adapter" or device.type != "cuda"
 
 
 def agree(value: Any) -> Any:

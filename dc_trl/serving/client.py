@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
 from .background import in_coroutine, pause
-from .connection import ONE_TRY, Connection, Patience, wait_until_one_is_up
+from .connection import ONE_TRY, Connection, Patience, wait_until_up
 from .errors import ServerError, ServerRefusedError, ServerUnavailableError
 from .fit import PLAIN_CACHES, check_server, is_cpu
 
@@ -161,8 +161,8 @@ class ServerClient(RolloutClient):
     # --- TRL's ways to the server -----------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
-        """Wait until the server is up; see `wait_until_one_is_up`."""
-        wait_until_one_is_up([self.connection], total_timeout, self._report)
+        """Wait until the server is up; see `wait_until_up`."""
+        wait_until_up([self.connection], total_timeout, self._report)
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the server's resolved configuration (`VllmConfig`) as a JSON tree."""

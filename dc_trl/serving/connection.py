@@ -6,9 +6,9 @@ import os
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
 
@@ -124,20 +124,28 @@ class Connection:
         """
         return in_coroutine(self.arequest(method, path, **kwargs))
 
-    async def complete(self, body: dict[str, Any], vocabulary: int | None) -> list[dict[str, Any]]:
-        """Return the completions that answer a body for /v1/completions; see `require_rollout`."""
-        answer = await self.arequest("POST", "/v1/completions", json=body)
+    async def complete(
+        self, body: dict[str, Any], vocabulary: int | None, session: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the completions that answer a body for /v1/completions; see `require_rollout`.
+
+        A `session` names the conversation that the body belongs to; routers keep it on one server.
+        """
+        headers = {} if session is None else {"X-Session-ID": session}
+        answer = await self.arequest("POST", "/v1/completions", json=body, headers=headers)
         return require_rollout(body, answer, self.url, vocabulary)
 
-    def complete_all(self, bodies: Sequence[dict[str, Any]], vocabulary: int | None) -> list[dict[str, Any]]:
+    def complete_all(
+        self, bodies: Sequence[dict[str, Any]], vocabulary: int | None, sessions: Iterable[str | None] = repeat(None)
+    ) -> list[dict[str, Any]]:
         """Return the completions of several concurrent requests in their order; if one fails, the others are ended."""
         room = asyncio.Semaphore(MAX_CONCURRENT)
 
-        async def ask(body: dict[str, Any]) -> list[dict[str, Any]]:
+        async def ask(body: dict[str, Any], session: str | None) -> list[dict[str, Any]]:
             async with room:
-                return await self.complete(body, vocabulary)
+                return await self.complete(body, vocabulary, session)
 
-        return list(chain.from_iterable(in_coroutine(all_of(map(ask, bodies)))))
+        return list(chain.from_iterable(in_coroutine(all_of(map(ask, bodies, sessions)))))
 
     async def arequest(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """Send a request as `request` does, in an event loop."""
@@ -243,18 +251,23 @@ class Connection:
         return None if status == 200 else f"HTTP {status}"
 
 
-def wait_until_one_is_up(servers: Sequence[Connection], timeout: float, report: Callable[[str], None]) -> None:
-    """Wait until one of the servers is up, and report the wait; else raise a `ServerUnavailableError`."""
+def wait_until_up(
+    servers: Sequence[Connection], timeout: float, report: Callable[[str], None], all_needed: bool = False
+) -> None:
+    """Wait until one of the servers is up, or all, and report the wait; else raise a `ServerUnavailableError`."""
     begin = time.monotonic()
     reported = begin - 10
-    setting = "vllm_server_base_url" if len(servers) == 1 else "vllm_server_base_urls"
-    while None not in (reasons := dict.fromkeys(server.why_down(min(5.0, timeout + 1)) for server in servers)):
+    while True:
+        states = {server.url: server.why_down(min(5.0, timeout + 1)) for server in servers}
+        down = {url: reason for url, reason in states.items() if reason is not None}
+        if not down or (len(down) < len(states) and not all_needed):
+            return
         waited = time.monotonic() - begin
-        urls, reason = " and ".join(server.url for server in servers), ", ".join(map(str, reasons))
+        urls, reason = " and ".join(down), ", ".join(dict.fromkeys(down.values()))
         if waited >= timeout:
             raise ServerUnavailableError(
-                f"no vLLM server answers at {urls} after {timeout:g} s ({reason}): start one with "
-                f"dc-trl serve, correct {setting}, or raise vllm_server_timeout."
+                f"no vLLM server answers at {urls} after {timeout:g} s ({reason}): start one with dc-trl serve, "
+                "correct vllm_server_base_url or vllm_server_base_urls, or raise vllm_server_timeout."
             )
         if time.monotonic() - reported >= 10:
             reported = time.monotonic()
@@ -268,11 +281,12 @@ def persist(
     patience: Patience,
     deadline: Deadline,
     report: Callable[[str], None],
+    all_needed: bool = False,
 ) -> T:
     """Return the result of an action on servers; try again if it fails with a `ServerUnavailableError`.
 
     Args:
-        servers: servers of which one has to be up before another try.
+        servers: servers of which one has to be up before another try, or all if `all_needed`.
         action: function that is told whether this is the first try.
         patience: number of tries, and time limits.
         deadline: deadline of all tries and the waits between them.
@@ -286,7 +300,7 @@ def persist(
     while True:
         try:
             if failed > 0:
-                wait_until_one_is_up(servers, min(patience.server_timeout, deadline.left), report)
+                wait_until_up(servers, min(patience.server_timeout, deadline.left), report, all_needed)
             return action(failed == 0)
         except ServerUnavailableError as error:
             failed += 1

@@ -29,25 +29,20 @@ class PooledServer:
         self.lost: str | None = None  # why it gets no prompts
         self.answered = 0  # number of prompts
 
-    def prepare(self, weights: Weights | None, deadline: Deadline) -> None:
+    def prepare(self, weights: Weights | None) -> None:
         """Make the server hold the weights, in one try; a lost server must be up again, and fit."""
-        connection = self.client.connection
-        with connection.task(deadline):
-            if (reason := connection.why_down()) is not None:
-                raise ServerUnavailableError(f"vLLM at {self.url} is not up ({reason})")
-            if self.lost is not None:  # it may have been restarted with other options
-                self._fits(self.client)
-            if weights is not None:
-                # A lost server may have loaded weights without an answer.
-                self.client.hold(weights, reload=self.lost is not None)
-
-    async def complete(self, request: dict[str, Any], weights: Weights | None) -> list[dict[str, Any]]:
-        """Return the completions that answer a request, if they are from the weights."""
-        client = self.client
-        choices = await client.connection.complete(request | {"model": client.model}, client.vocabulary)
+        if (reason := self.client.connection.why_down()) is not None:
+            raise ServerUnavailableError(f"vLLM at {self.url} is not up ({reason})")
+        if self.lost is not None:  # it may have been restarted with other options
+            self._fits(self.client)
         if weights is not None:
-            client.require_version(await client.aweight_version(), weights)
-        return choices
+            # A lost server may have loaded weights without an answer.
+            self.client.hold(weights, reload=self.lost is not None)
+
+    async def require_kept(self, weights: Weights | None) -> None:
+        """Raise a `ServerUnavailableError` if the server no longer holds the weights; None accepts any."""
+        if weights is not None:
+            self.client.require_version(await self.client.aweight_version(), weights)
 
 
 class ServerPool(RolloutClient):
@@ -70,11 +65,14 @@ class ServerPool(RolloutClient):
 
     Attributes:
         servers: the servers, in the order of `urls`.
+        connections: connections to everything that is asked.
         weights, routed_experts, seeds: see `RolloutClient`.
 
     Raises:
         ServerError: a server is not up within `start_timeout`, or does not fit; the message names all of them.
     """
+
+    all_needed = False  # whether every server has to be up, and not only one of them
 
     def __init__(
         self,
@@ -95,6 +93,7 @@ class ServerPool(RolloutClient):
             return server
 
         self.servers = meet_all(urls, meet)
+        self.connections = [server.client.connection for server in self.servers]
         self.model = self.servers[0].client.model
         self.base_url = " and ".join(server.url for server in self.servers)  # for messages
 
@@ -107,11 +106,15 @@ class ServerPool(RolloutClient):
             ServerError: no server has loaded them.
         """
         self.weights = weights
-        self._persist(self._prepare_servers)
+        self.persist(self.prepare_servers)
 
-    def _prepare_servers(self, deadline: Deadline) -> list[PooledServer]:
-        """Return the servers that hold the weights of the rollouts; each has just been asked."""
-        tasks = {server: in_thread(partial(server.prepare, self.weights, deadline)) for server in self.servers}
+    def prepare_servers(self) -> list[PooledServer]:
+        """Return the servers that hold the weights of the rollouts; each has just been asked.
+
+        Raises:
+            ServerError: fewer servers than needed hold them.
+        """
+        tasks = {server: in_thread(partial(server.prepare, self.weights)) for server in self.servers}
         wait(tasks.values())
         failures: dict[str, BaseException | None] = {}
         for server, task in tasks.items():
@@ -122,7 +125,7 @@ class ServerPool(RolloutClient):
                 server.lost = None
                 self._report(f"vLLM at {server.url} is back, and takes prompts again")
         ready = [server for server in self.servers if server.lost is None]
-        if not ready:
+        if not ready or (self.all_needed and len(ready) < len(self.servers)):
             raise_failures(failures)
         return ready
 
@@ -132,41 +135,45 @@ class ServerPool(RolloutClient):
             self._report(f"vLLM at {server.url} gets no prompts until it holds the weights again: {error}")
         server.lost = str(error)
 
-    def _persist(self, action: Callable[[Deadline], Any]) -> None:
+    def persist(self, action: Callable[[], T]) -> T:
+        """Return the result of an action on the servers, which may be tried again; see `connection.persist`."""
         deadline = Deadline(self._patience.time_limit)
-        connections = [server.client.connection for server in self.servers]
-        persist(connections, lambda first: action(deadline), self._patience, deadline, self._report)
+        with ExitStack() as stack:
+            for connection in self.connections:
+                stack.enter_context(connection.task(deadline))
+            again = (self._patience, deadline, self._report, self.all_needed)
+            return persist(self.connections, lambda first: action(), *again)
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         """Return the answer of all servers together to the request that TRL writes for all prompts."""
-        body = kwargs["json"]
-        requests = self.seeds.requests(body)
+        requests = self.seeds.requests(kwargs["json"])
         self.seeds.forget()
         answers: list[list[dict[str, Any]] | None] = [None] * len(requests)
         room = asyncio.Semaphore(MAX_CONCURRENT)
 
         async def ask(server: PooledServer, number: int) -> None:
+            client = server.client
             try:
                 async with room:
-                    answers[number] = await server.complete(requests[number], self.weights)
+                    request = requests[number] | {"model": client.model}
+                    choices = await client.connection.complete(request, client.vocabulary)
+                    await server.require_kept(self.weights)
+                answers[number] = choices
                 server.answered += 1
             except ServerUnavailableError as error:
                 self.lose(server, error)
 
-        def go_on(deadline: Deadline) -> None:
-            ready = self._prepare_servers(deadline)
-            with ExitStack() as stack:
-                for server in ready:
-                    stack.enter_context(server.client.connection.task(deadline))
-                while left := [number for number, answer in enumerate(answers) if answer is None]:
-                    living = [server for server in ready if server.lost is None]
-                    if not living:
-                        raise ServerUnavailableError("; ".join(str(server.lost) for server in ready))
-                    in_coroutine(all_of(map(ask, cycle(living), left)))
+        def go_on() -> None:
+            ready = self.prepare_servers()
+            while left := [number for number, answer in enumerate(answers) if answer is None]:
+                living = [server for server in ready if server.lost is None]
+                if not living:
+                    raise ServerUnavailableError("; ".join(str(server.lost) for server in ready))
+                in_coroutine(all_of(map(ask, cycle(living), left)))
 
-        self._persist(go_on)
+        self.persist(go_on)
         return self._take_choices([choice for choices in answers if choices is not None for choice in choices])
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -146,22 +145,20 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     Raises:
         ServerError: a server is refused; the message names it, the reason and the option to change.
     """
-    from ..rollouts.vllm_backends import needs_checkpoint, raised_together
+    from ..rollouts.vllm_backends import needs_checkpoint, raised_together, server_addresses, server_patience
     from ..serving.client import ServerClient
-    from ..serving.connection import Connection, Patience
+    from ..serving.connection import Connection, wait_until_up
     from ..serving.errors import ServerError
     from ..serving.fit import require_shared_directory
     from ..serving.pool import meet_all
 
-    one = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    urls = args.vllm_server_base_urls or [one]
+    urls, router = server_addresses(args)
     weight_sync: str = args.weight_sync
     if weight_sync == "auto":
-        # What else decides, the policy and its device, is not known yet.
-        by_file = args.lora_deployment == "adapter" or needs_checkpoint(args.deployment_scheme, urls, args.device)
-        weight_sync = "checkpoint" if by_file else "none"
-    seconds = min(60.0, args.vllm_request_timeout or math.inf)
-    patience = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
+        # What else decides, the policy and whether the GPU is shared, is not known yet.
+        weight_sync = "checkpoint" if needs_checkpoint(args, args.device) else "none"
+    whole = server_patience(args)
+    patience = whole._replace(request_timeout=min(60.0, whole.request_timeout))
 
     def meet(url: str) -> None:
         ServerClient(
@@ -179,8 +176,8 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     with raised_together(ServerError):
         if not PartialState().is_main_process:
             return
-        for url in urls:
-            Connection(url)  # refuses what is no address
+        connections = [Connection(url) for url in [*urls, *([router] if router else [])]]  # refuses what is no address
         if weight_sync == "checkpoint":
             require_shared_directory(args.weight_sync_dir, urls)
         meet_all(urls, meet)
+        wait_until_up(connections, args.vllm_server_timeout, logger.warning, all_needed=True)
