@@ -82,7 +82,7 @@ class Watch(TrainerCallback):
 
 def kill_in_next_rollout(trainer, number, server):
     """Kills a server when a prompt of the next rollout is at its engine, which is stopped: it cannot have answered."""
-    connection = trainer.vllm_generation.vllm_client.servers[number].client.connection
+    connection = trainer.vllm_generation.vllm_client.servers[number].connection
     request = connection.arequest
     processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
 

@@ -15,6 +15,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
+from transformers import PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..files import locked_folder
@@ -23,11 +24,11 @@ from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, is_packed, policy_tensors
 from ..serving.client import LOADING, ServerClient, Weights
-from ..serving.connection import Patience, is_local
+from ..serving.connection import Connection, Patience, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import require_shared_directory
 from ..serving.pool import ServerPool
-from ..serving.router import RoutedServers
+from ..serving.router import RoutedServers, require_listed
 from ..serving.server import vllm_version
 from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import named_by_vllm
@@ -199,10 +200,7 @@ class ServerGeneration(_DeployedGeneration):
     """
 
     def __init__(self, args: Any, weight_sync: str, **kwargs: Any):
-        self.weight_sync = weight_sync
-        self._urls, self._router = server_addresses(args)
-        self._patience, self.routing_replay = server_patience(args), args.routing_replay
-        self._by_file = needs_checkpoint(args, kwargs["accelerator"].device)
+        self.weight_sync, self.routing_replay, self._args = weight_sync, args.routing_replay, args
         super().__init__(args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -216,39 +214,22 @@ class ServerGeneration(_DeployedGeneration):
                 self._connect()
 
     def _choose_weight_sync(self) -> str:
-        shares_gpu = is_local(self._urls[0]) and torch.cuda.device_count() == 1  # NCCL refuses two ranks on one GPU
-        return "checkpoint" if self._by_file or shares_gpu or is_packed(self.model) else "nccl"
+        url = server_addresses(self._args)[0][0]
+        shares_gpu = is_local(url) and torch.cuda.device_count() == 1  # NCCL refuses two ranks on one GPU
+        by_file = needs_checkpoint(self._args, self.accelerator.device)
+        return "checkpoint" if by_file or shares_gpu or is_packed(self.model) else "nccl"
 
     def _connect(self) -> None:
+        policy = unwrapped(self.accelerator, self.model)
+        rank = require_adapter_beside(policy) if self._beside else 0
+        self.vllm_client: Any = connect(self._args, policy.config, self.weight_sync, rank)
+        client = self.vllm_client.servers[0]
+        self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
         if self.weight_sync == "checkpoint":
-            require_shared_directory(self.weight_sync_dir, self._urls)
             self._prepare_checkpoints(writes=True)
-        options = {"start_timeout": self.server_timeout, "patience": self._patience, "report": logger.warning}
-        if self._router is not None:
-            self.vllm_client: Any = RoutedServers(self._router, self._urls, fits=self._require_fit, **options)
-            return
-        if len(self._urls) > 1:
-            self.vllm_client = ServerPool(self._urls, fits=self._require_fit, **options)
-            return
-        client = ServerClient(self._urls[0], group_port=self.group_port, **options)
-        self.vllm_client = client
-        self._require_fit(client)
-        if self.weight_sync == "nccl":
+        else:
             with client.connection.task():
                 client.init_communicator(device=self.accelerator.device)
-
-    def _require_fit(self, client: ServerClient) -> None:
-        policy = unwrapped(self.accelerator, self.model)
-        client.require_fit(
-            policy.config,
-            scheme=self.deployment_scheme,
-            max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
-            logprobs=self.logprobs,
-            weight_sync=self.weight_sync,
-            routing_replay=self.routing_replay,
-            lora_rank=require_adapter_beside(policy) if self._beside else 0,
-        )
-        self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
 
     def sync_weights(self) -> None:
         """Send the policy's present weights to the server, and ensure that it serves them."""
@@ -360,21 +341,60 @@ def server_addresses(args: Any) -> tuple[list[str], str | None]:
     """Return the addresses of the servers of a run, and that of the router before them, if there is one."""
     one, several = args.vllm_server_base_url, args.vllm_server_base_urls
     if several:
-        return [url.rstrip("/") for url in several], one
-    return [(one or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")], None
+        return several, one
+    return [one or f"http://{args.vllm_server_host}:{args.vllm_server_port}"], None
 
 
-def server_patience(args: Any) -> Patience:
-    """Return how long a run waits for its servers, and how often it tries again."""
-    seconds = 3600.0 if args.vllm_request_timeout is None else args.vllm_request_timeout
-    return Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
+def connect(
+    args: Any, config: PretrainedConfig, weight_sync: str, lora_rank: int, longest_request: float = 3600.0
+) -> Any:
+    """Return the client of the server, the router or the several servers of a run, once all of them are up and fit.
+
+    Args:
+        args: `DCGRPOConfig` of the run.
+        config: configuration of the trained model.
+        weight_sync: "nccl", "checkpoint", or "none" if the way of the weights is not known yet.
+        lora_rank: rank of the adapter that is loaded beside the base; 0 for none.
+        longest_request: largest number of seconds of one request, where `vllm_request_timeout` is not set or larger.
+
+    Raises:
+        ServerError: a server cannot be reached or does not fit; the message names it, and the option to change.
+    """
+    urls, router = server_addresses(args)
+    for url in urls if router is None else [router, *urls]:
+        Connection(url)  # refuses what is no address
+    if weight_sync == "checkpoint":
+        require_shared_directory(args.weight_sync_dir, urls)
+    seconds = min(longest_request, args.vllm_request_timeout or longest_request)
+    waits = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
+
+    def fits(client: ServerClient) -> None:
+        client.require_fit(
+            config,
+            scheme=args.deployment_scheme,
+            max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
+            logprobs=args.named_tokens,
+            weight_sync=weight_sync,
+            routing_replay=args.routing_replay,
+            lora_rank=lora_rank,
+        )
+
+    options: Any = {"start_timeout": args.vllm_server_timeout, "patience": waits, "report": logger.warning}
+    if router is not None:
+        return RoutedServers(router, urls, fits, **options)
+    if len(urls) > 1:
+        return ServerPool(urls, fits=fits, **options)
+    client = ServerClient(urls[0], group_port=args.vllm_group_port, **options)
+    require_listed(client.connection, 1)
+    fits(client)
+    return client
 
 
 def needs_checkpoint(args: Any, device: torch.device) -> bool:
     """Return whether weights reach the servers of a run only as a checkpoint, whatever the policy is.
 
-    NCCL needs CUDA, and streams the trained weights, merged, and not the deployed ones. The stream of TRL's client goes
-    to one server; with several, all would wait for one that is lost.
+    NCCL needs CUDA, and streams the trained weights, merged, and not the deployed ones. The stream of TRL's client
+    goes to one server; with several, all would wait for one that is lost.
     """
     urls, router = server_addresses(args)
     several = router is not None or len(urls) > 1

@@ -1,8 +1,9 @@
 """TRL's client of a vLLM server, extended by the weights that the server must hold and by limits of its requests."""
 
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from .fit import PLAIN_CACHES, check_server, is_cpu
 LOADING = "loading-"  # prefix of the version of weights that are not completely loaded
 UNNAMED = "default"  # version of the weights with which a server starts
 _AS_JSON = {"config_format": "json"}
+T = TypeVar("T")
+Fits: TypeAlias = "Callable[[ServerClient], None]"  # raises a ServerError if a server does not fit the run
 _told = set[str]()  # addresses of servers of which a run was told that it counts their weights' versions
 
 
@@ -76,12 +79,32 @@ class RolloutSeeds:
         self._rollout_seed = None
 
 
+class Sessions:
+    """Names of conversations, by which a router keeps the turns of each on the server that has them in its cache."""
+
+    def __init__(self) -> None:
+        self._begun: dict[tuple[int, ...], str] = {}  # first prompts of the conversations that were last asked for
+
+    def of(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """Return the session of each prompt: that of the longest first prompt with which it begins, or a new one."""
+        lengths = sorted({len(first) for first in self._begun}, reverse=True)
+        begun: dict[tuple[int, ...], str] = {}
+        names = []
+        for prompt in map(tuple, prompts):
+            starts = (prompt[:length] for length in lengths)
+            first = next((start for start in starts if start in self._begun), prompt)
+            names.append(begun.setdefault(first, self._begun.get(first) or uuid.uuid4().hex))
+        self._begun = begun
+        return names
+
+
 class RolloutClient(VLLMClient):
     """What a client of one server and of several have in common.
 
     Attributes:
         weights: weights that the servers must hold for a rollout; None to accept any.
         seeds: seeds of the prompts of rollouts.
+        servers: clients of the servers that sample; of one server, the client itself.
         routed_experts: experts with which the last completions were sampled, each of shape (tokens of prompt and
             completion less one, decoder layers, k), unsigned; None where the server does not return them.
     """
@@ -90,6 +113,7 @@ class RolloutClient(VLLMClient):
         self.weights: Weights | None = None
         self.seeds = RolloutSeeds()
         self.routed_experts: list[np.ndarray | None] = []
+        self.servers: list[ServerClient] = []
 
     def _take_choices(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return an answer with these choices for TRL, which does not pass the experts on."""
@@ -116,6 +140,8 @@ class ServerClient(RolloutClient):
         vocabulary: bound below which all token ids of its model are; None if it is unknown.
         vllm: version of vLLM that the server names.
         kv_cache_dtype: dtype of its KV cache as it names it, "auto" for that of the model; None before `require_fit`.
+        lost: why it gets no prompts, as one of several.
+        answered: number of prompts that it has answered as one of several.
 
     Raises:
         ServerUnavailableError: the server is not up within `start_timeout`.
@@ -132,10 +158,13 @@ class ServerClient(RolloutClient):
         report: Callable[[str], None] = print,
     ):
         super().__init__()
-        self._report = report
+        self.servers.append(self)
+        self._report, self._sessions = report, Sessions()
         self.connection = Connection(base_url, patience, report)
         self.vocabulary: int | None = None
         self.kv_cache_dtype: str | None = None
+        self.lost: str | None = None
+        self.answered = 0
         self._counted: tuple[str, str] | None = None  # where the server cannot: its start, and its weights' version
         with self.connection.task() as end, self.connection.reading("/v1/models, /version or /server_info"):
             self.check_server(min(start_timeout, end.left))
@@ -166,7 +195,10 @@ class ServerClient(RolloutClient):
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the server's resolved configuration (`VllmConfig`) as a JSON tree."""
-        return self.connection.get("/server_info", params=_AS_JSON)["vllm_config"]
+        return self._server_info()["vllm_config"]
+
+    def _server_info(self) -> dict[str, Any]:
+        return self.connection.get("/server_info", params=_AS_JSON)
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self.connection.get(url.removeprefix(self.base_url), **kwargs)
@@ -175,9 +207,8 @@ class ServerClient(RolloutClient):
         path = url.removeprefix(self.base_url)
         if path == "/v1/completions":
             # Each prompt is a separate request, since only a request can have a seed.
-            return self._take_choices(
-                self.connection.complete_all(self.seeds.requests(kwargs["json"]), self.vocabulary)
-            )
+            requests, sessions = self.seeds.requests(kwargs["json"]), self._sessions.of(kwargs["json"]["prompt"])
+            return self._take_choices(self.connection.complete_all(requests, self.vocabulary, sessions))
         return self.connection.request("POST", path, **kwargs)
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
@@ -196,11 +227,11 @@ class ServerClient(RolloutClient):
                 return ask(*args, **kwargs)
             self.hold(self.weights, reload=not first)
             output = ask(*args, **kwargs)
-            self.require_version(self.weight_version(), self.weights)
+            in_coroutine(self.require_kept(self.weights))
             return output
 
         try:
-            return self.connection.persist(sample)
+            return self.persist(sample)
         finally:
             self.seeds.forget()  # not earlier, so that another try samples the same completions
 
@@ -213,7 +244,11 @@ class ServerClient(RolloutClient):
             ServerError: the server cannot load them, or failed in all tries.
         """
         self.weights = weights
-        self.connection.persist(lambda first: self.hold(weights, reload=not first))
+        self.persist(lambda first: self.hold(weights, reload=not first))
+
+    def persist(self, action: Callable[[bool], T]) -> T:
+        """Return the result of an action, which may be tried again; see `connection.persist`."""
+        return self.connection.persist(action)
 
     def hold(self, weights: Weights, reload: bool) -> None:
         """Load weights into a server that does not hold them, or that may not (`reload`), in one try.
@@ -238,9 +273,9 @@ class ServerClient(RolloutClient):
         else:
             self._load_beside(weights, "" if reload else served)
 
-    def require_version(self, served: str, weights: Weights) -> None:
-        """Raise a `ServerUnavailableError` if the server held another version of the weights after completions."""
-        if served != weights.version:
+    async def require_kept(self, weights: Weights) -> None:
+        """Raise a `ServerUnavailableError` if the server holds another version of the weights after completions."""
+        if await self.aweight_version() != weights.version:
             raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
 
     def require_fit(self, config: PretrainedConfig, **needs: Any) -> None:
@@ -254,16 +289,14 @@ class ServerClient(RolloutClient):
             ServerError: the server does not fit; the message names the option of `vllm serve` to change.
         """
         with self.connection.reading("/server_info"):
-            info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
-            check_server(info, layers, config=config, **needs)
-            self.kv_cache_dtype = cache = info["cache_config"]["cache_dtype"]
-            if needs.get("lora_rank"):
-                answer = self.connection.get("/server_info", params=_AS_JSON)
-                if not answer["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
-                    raise ServerError(
-                        f"vLLM at {self.base_url} takes adapters only when it starts: start it with "
-                        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, or with dc-trl serve."
-                    )
+            info, layers = self.connection.persist(lambda first: (self._server_info(), self.layers()))
+            check_server(info["vllm_config"], layers, config=config, **needs)
+            self.kv_cache_dtype = cache = info["vllm_config"]["cache_config"]["cache_dtype"]
+            if needs.get("lora_rank") and not info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
+                raise ServerError(
+                    f"vLLM at {self.base_url} takes adapters only when it starts: start it with "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, or with dc-trl serve."
+                )
         if needs["scheme"] is None and cache not in PLAIN_CACHES:
             self._report(f"vLLM at {self.base_url} has its KV cache in {cache}, which the mismatch contains")
         self.vocabulary = config.get_text_config().vocab_size

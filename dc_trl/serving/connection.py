@@ -7,7 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
@@ -219,9 +219,8 @@ class Connection:
     # --- tries ------------------------------------------------------------------------------------------------------
 
     def persist(self, action: Callable[[bool], T]) -> T:
-        """Call `persist` with this server, in a task of its own."""
-        with self.task() as deadline:
-            return persist([self], action, self.patience, deadline, self._report)
+        """Call `persist` with this server."""
+        return persist([self], action, self.patience, self._report)
 
     async def apersist(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do the same as `persist` in an event loop, without reports, since many requests fail at once there."""
@@ -279,17 +278,16 @@ def persist(
     servers: Sequence[Connection],
     action: Callable[[bool], T],
     patience: Patience,
-    deadline: Deadline,
     report: Callable[[str], None],
     all_needed: bool = False,
 ) -> T:
     """Return the result of an action on servers; try again if it fails with a `ServerUnavailableError`.
 
     Args:
-        servers: servers of which one has to be up before another try, or all if `all_needed`.
+        servers: servers of which one has to be up before another try, or all if `all_needed`. All tries and the waits
+            between them are one task of each.
         action: function that is told whether this is the first try.
         patience: number of tries, and time limits.
-        deadline: deadline of all tries and the waits between them.
         report: function that takes a line about what is happening.
 
     Raises:
@@ -297,16 +295,20 @@ def persist(
         ServerError: another try would not help.
     """
     failed = 0
-    while True:
-        try:
-            if failed > 0:
-                wait_until_up(servers, min(patience.server_timeout, deadline.left), report, all_needed)
-            return action(failed == 0)
-        except ServerUnavailableError as error:
-            failed += 1
-            seconds = seconds_to_next_try(error, failed, patience, deadline)
-            report(f"{error}; try {failed + 1} of {patience.max_retries + 1} follows")
-        pause(seconds)
+    with ExitStack() as stack:
+        deadline = Deadline(patience.time_limit)
+        for server in servers:
+            deadline = stack.enter_context(server.task(deadline))
+        while True:
+            try:
+                if failed > 0:
+                    wait_until_up(servers, min(patience.server_timeout, deadline.left), report, all_needed)
+                return action(failed == 0)
+            except ServerUnavailableError as error:
+                failed += 1
+                seconds = seconds_to_next_try(error, failed, patience, deadline)
+                report(f"{error}; try {failed + 1} of {patience.max_retries + 1} follows")
+            pause(seconds)
 
 
 def is_local(url: str) -> bool:

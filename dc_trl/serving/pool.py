@@ -1,48 +1,19 @@
 """Several vLLM servers that hold the same weights, with the interface of one."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack
 from functools import partial
 from itertools import cycle
 from typing import Any, TypeVar
 
 from .background import all_of, in_coroutine, in_thread
-from .client import RolloutClient, ServerClient, Weights
-from .connection import MAX_CONCURRENT, Deadline, Patience, persist
+from .client import Fits, RolloutClient, ServerClient, Weights
+from .connection import MAX_CONCURRENT, Patience, persist
 from .errors import ServerError, ServerUnavailableError
 
 
 T = TypeVar("T")
-Fits = Callable[[ServerClient], None]  # raises a ServerError if a server does not fit the run
-
-
-class PooledServer:
-    """One of several servers and its state."""
-
-    def __init__(self, client: ServerClient, fits: Fits):
-        self.client = client
-        self.url = client.connection.url
-        self._fits = fits
-        fits(client)
-        self.lost: str | None = None  # why it gets no prompts
-        self.answered = 0  # number of prompts
-
-    def prepare(self, weights: Weights | None) -> None:
-        """Make the server hold the weights, in one try; a lost server must be up again, and fit."""
-        if (reason := self.client.connection.why_down()) is not None:
-            raise ServerUnavailableError(f"vLLM at {self.url} is not up ({reason})")
-        if self.lost is not None:  # it may have been restarted with other options
-            self._fits(self.client)
-        if weights is not None:
-            # A lost server may have loaded weights without an answer.
-            self.client.hold(weights, reload=self.lost is not None)
-
-    async def require_kept(self, weights: Weights | None) -> None:
-        """Raise a `ServerUnavailableError` if the server no longer holds the weights; None accepts any."""
-        if weights is not None:
-            self.client.require_version(await self.client.aweight_version(), weights)
 
 
 class ServerPool(RolloutClient):
@@ -64,15 +35,12 @@ class ServerPool(RolloutClient):
         report: function that takes a line about what is happening.
 
     Attributes:
-        servers: the servers, in the order of `urls`.
-        connections: connections to everything that is asked.
+        servers: clients of the servers, in the order of `urls`.
         weights, routed_experts, seeds: see `RolloutClient`.
 
     Raises:
         ServerError: a server is not up within `start_timeout`, or does not fit; the message names all of them.
     """
-
-    all_needed = False  # whether every server has to be up, and not only one of them
 
     def __init__(
         self,
@@ -84,18 +52,10 @@ class ServerPool(RolloutClient):
         report: Callable[[str], None] = print,
     ):
         super().__init__()
-        self._patience, self._report = patience, report
-
-        def meet(url: str) -> PooledServer:
-            client = ServerClient(url, start_timeout=start_timeout, patience=patience, report=report)
-            server = PooledServer(client, fits)
-            client.connection.patience = patience._replace(max_retries=0)  # from now on, other servers can take over
-            return server
-
-        self.servers = meet_all(urls, meet)
-        self.connections = [server.client.connection for server in self.servers]
-        self.model = self.servers[0].client.model
-        self.base_url = " and ".join(server.url for server in self.servers)  # for messages
+        self._fits, self._patience, self._report = fits, patience, report
+        self.servers = meet_servers(urls, fits, start_timeout, patience, report)
+        self.model = self.servers[0].model
+        self.base_url = " and ".join(server.base_url for server in self.servers)  # for messages
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
@@ -106,43 +66,44 @@ class ServerPool(RolloutClient):
             ServerError: no server has loaded them.
         """
         self.weights = weights
-        self.persist(self.prepare_servers)
+        self._persist(self._prepare_servers)
 
-    def prepare_servers(self) -> list[PooledServer]:
-        """Return the servers that hold the weights of the rollouts; each has just been asked.
+    def _prepare(self, server: ServerClient) -> None:
+        """Make a server hold the weights, in one try; a lost server must be up again, and fit."""
+        if (reason := server.connection.why_down()) is not None:
+            raise ServerUnavailableError(f"vLLM at {server.base_url} is not up ({reason})")
+        if server.lost is not None:  # it may have been restarted with other options
+            self._fits(server)
+        if self.weights is not None:
+            # A lost server may have loaded weights without an answer.
+            server.hold(self.weights, reload=server.lost is not None)
 
-        Raises:
-            ServerError: fewer servers than needed hold them.
-        """
-        tasks = {server: in_thread(partial(server.prepare, self.weights)) for server in self.servers}
+    def _prepare_servers(self) -> list[ServerClient]:
+        """Return the servers that hold the weights of the rollouts; each has just been asked."""
+        tasks = {server: in_thread(partial(self._prepare, server)) for server in self.servers}
         wait(tasks.values())
         failures: dict[str, BaseException | None] = {}
         for server, task in tasks.items():
-            failures[server.url] = error = task.exception()
+            failures[server.base_url] = error = task.exception()
             if error is not None:
                 self.lose(server, error)
             elif server.lost is not None:
                 server.lost = None
-                self._report(f"vLLM at {server.url} is back, and takes prompts again")
+                self._report(f"vLLM at {server.base_url} is back, and takes prompts again")
         ready = [server for server in self.servers if server.lost is None]
-        if not ready or (self.all_needed and len(ready) < len(self.servers)):
+        if not ready:
             raise_failures(failures)
         return ready
 
-    def lose(self, server: PooledServer, error: BaseException) -> None:
+    def lose(self, server: ServerClient, error: BaseException) -> None:
         """Give a server no more prompts until it holds the weights again."""
         if str(error) != server.lost:  # a server that stays away is not reported again
-            self._report(f"vLLM at {server.url} gets no prompts until it holds the weights again: {error}")
+            self._report(f"vLLM at {server.base_url} gets no prompts until it holds the weights again: {error}")
         server.lost = str(error)
 
-    def persist(self, action: Callable[[], T]) -> T:
-        """Return the result of an action on the servers, which may be tried again; see `connection.persist`."""
-        deadline = Deadline(self._patience.time_limit)
-        with ExitStack() as stack:
-            for connection in self.connections:
-                stack.enter_context(connection.task(deadline))
-            again = (self._patience, deadline, self._report, self.all_needed)
-            return persist(self.connections, lambda first: action(), *again)
+    def _persist(self, action: Callable[[], Any]) -> None:
+        connections = [server.connection for server in self.servers]
+        persist(connections, lambda first: action(), self._patience, self._report)
 
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
@@ -153,36 +114,50 @@ class ServerPool(RolloutClient):
         answers: list[list[dict[str, Any]] | None] = [None] * len(requests)
         room = asyncio.Semaphore(MAX_CONCURRENT)
 
-        async def ask(server: PooledServer, number: int) -> None:
-            client = server.client
+        async def ask(server: ServerClient, number: int) -> None:
             try:
                 async with room:
-                    request = requests[number] | {"model": client.model}
-                    choices = await client.connection.complete(request, client.vocabulary)
-                    await server.require_kept(self.weights)
+                    request = requests[number] | {"model": server.model}
+                    choices = await server.connection.complete(request, server.vocabulary)
+                    if self.weights is not None:
+                        await server.require_kept(self.weights)
                 answers[number] = choices
                 server.answered += 1
             except ServerUnavailableError as error:
                 self.lose(server, error)
 
         def go_on() -> None:
-            ready = self.prepare_servers()
+            ready = self._prepare_servers()
             while left := [number for number, answer in enumerate(answers) if answer is None]:
                 living = [server for server in ready if server.lost is None]
                 if not living:
                     raise ServerUnavailableError("; ".join(str(server.lost) for server in ready))
                 in_coroutine(all_of(map(ask, cycle(living), left)))
 
-        self.persist(go_on)
+        self._persist(go_on)
         return self._take_choices([choice for choices in answers if choices is not None for choice in choices])
 
 
-def meet_all(urls: Sequence[str], meet: Callable[[str], T]) -> list[T]:
-    """Return what a function returns for each server, all at once; a `ServerError` names all that were not met."""
-    meetings = {url: in_thread(partial(meet, url)) for url in urls}
-    wait(meetings.values())
-    raise_failures({url: meeting.exception() for url, meeting in meetings.items()})
-    return [meeting.result() for meeting in meetings.values()]
+def meet_servers(
+    urls: Sequence[str], fits: Fits, start_timeout: float, patience: Patience, report: Callable[[str], None]
+) -> list[ServerClient]:
+    """Return clients of servers that are up and fit, which leave it to their caller to try again."""
+
+    def meet(url: str) -> ServerClient:
+        client = ServerClient(url, start_timeout=start_timeout, patience=patience, report=report)
+        fits(client)
+        client.connection.patience = patience._replace(max_retries=0)
+        return client
+
+    return at_once({url: partial(meet, url) for url in urls})
+
+
+def at_once(actions: Mapping[str, Callable[[], T]]) -> list[T]:
+    """Return what functions return for servers, by address, all at once; a `ServerError` names all that failed."""
+    tasks = {url: in_thread(action) for url, action in actions.items()}
+    wait(tasks.values())
+    raise_failures({url: task.exception() for url, task in tasks.items()})
+    return [task.result() for task in tasks.values()]
 
 
 def raise_failures(failures: dict[str, BaseException | None]) -> None:

@@ -1,35 +1,21 @@
 """A router and the vLLM servers behind it, with the interface of one server."""
 
-import uuid
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
-from .background import all_of, in_coroutine
-from .connection import Connection, wait_until_up
-from .errors import ServerError, ServerRefusedError, ServerUnavailableError
-from .pool import PooledServer, ServerPool
-
-
-class Sessions:
-    """Names of conversations, by which a router keeps the turns of each on the server that has them in its cache."""
-
-    def __init__(self) -> None:
-        self._begun: dict[tuple[int, ...], str] = {}  # first prompts of the conversations that were last asked for
-
-    def of(self, prompts: Sequence[Sequence[int]]) -> list[str]:
-        """Return the session of each prompt: that of the longest first prompt with which it begins, or a new one."""
-        lengths = sorted({len(first) for first in self._begun}, reverse=True)
-        begun: dict[tuple[int, ...], str] = {}
-        names = []
-        for prompt in map(tuple, prompts):
-            starts = (prompt[:length] for length in lengths)
-            first = next((start for start in starts if start in self._begun), prompt)
-            names.append(begun.setdefault(first, self._begun.get(first) or uuid.uuid4().hex))
-        self._begun = begun
-        return names
+from .background import all_of
+from .client import Fits, RolloutClient, ServerClient, Sessions, Weights
+from .connection import Connection, Patience, persist
+from .errors import ServerError, ServerRefusedError
+from .pool import at_once, meet_servers
 
 
-class RoutedServers(ServerPool):
+T = TypeVar("T")
+
+
+class RoutedServers(ServerClient):
     """Client of several vLLM servers behind a router, which deals the prompts among them.
 
     The router gets the prompts, and the servers get everything else. Nobody knows which server answered, so all of
@@ -40,64 +26,70 @@ class RoutedServers(ServerPool):
     Args:
         router: address of the router, "http://127.0.0.1:8000".
         urls: addresses of all servers behind it.
-        **kwargs: see `ServerPool`.
+        fits: function that raises a `ServerError` if a server does not fit the run.
+        start_timeout: seconds to wait until each of them is up.
+        patience: time limits and number of tries of requests.
+        report: function that takes a line about what is happening.
+
+    Attributes:
+        connection: connection to the router.
+        servers: clients of the servers, in the order of `urls`.
 
     Raises:
-        ServerError: router or server is not up, or does not fit; or they do not serve one model by one name.
+        ServerError: router or server is not up, or does not fit.
     """
 
-    all_needed = True
+    def __init__(
+        self,
+        router: str,
+        urls: Sequence[str],
+        fits: Fits,
+        start_timeout: float,
+        patience: Patience,
+        report: Callable[[str], None] = print,
+    ):
+        RolloutClient.__init__(self)  # a router is not met like a server
+        self._fits, self._report, self._sessions = fits, report, Sessions()
+        self.connection = Connection(router, patience, report)
+        self.base_url = self.connection.url
+        self.servers = meet_servers(urls, fits, start_timeout, patience, report)
+        self.model, self.vocabulary = self.servers[0].model, self.servers[0].vocabulary
+        self.persist(lambda first: require_listed(self.connection, len(urls)))
 
-    def __init__(self, router: str, urls: Sequence[str], **kwargs: Any):
-        super().__init__(urls, **kwargs)
-        self.router = Connection(router, self._patience, self._report)
-        self.connections = [self.router, *self.connections]
-        self._sessions = Sessions()
-        wait_until_up([self.router], kwargs["start_timeout"], self._report)
-        names = sorted({server.client.model for server in self.servers})
-        if len(names) > 1:
-            raise ServerError(
-                f"the servers behind the router at {router} call their model {' and '.join(names)}, and a request "
-                "names one: start them with the same --served-model-name."
-            )
-        self._require_listed()
+    def persist(self, action: Callable[[bool], T]) -> T:
+        connections = [self.connection, *(server.connection for server in self.servers)]
+        return persist(connections, action, self.connection.patience, self._report, all_needed=True)
 
-    def _require_listed(self) -> None:
-        """Refuse servers behind the router that get no weights, if it names its servers as vllm-router does."""
-        try:
-            workers = self.router.get("/list_workers")["urls"]
-        except ServerRefusedError:
-            return
-        # Their addresses may be others than those from here. With data parallelism "@" and a rank follow.
-        number = len({worker.rpartition("@")[0] or worker for worker in workers})
-        if number > len(self.servers):
-            raise ServerError(
-                f"the router at {self.router.url} has {number} servers, and {len(self.servers)} get weights: list all "
-                "of them in vllm_server_base_urls."
-            )
+    def hold(self, weights: Weights, reload: bool) -> None:
+        """Load weights into all servers; before another try (`reload`), each has to fit again, as it may be new."""
 
-    def lose(self, server: PooledServer, error: BaseException) -> None:
-        server.lost = str(error)  # the next try reports it
+        def prepare(server: ServerClient) -> None:
+            if reload:
+                self._fits(server)
+            server.hold(weights, reload)
 
-    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        """Return the router's answer to the request that TRL writes for all prompts."""
-        requests = self.seeds.requests(kwargs["json"])
-        self.seeds.forget()
-        sessions = self._sessions.of(kwargs["json"]["prompt"])
+        require_listed(self.connection, len(self.servers))
+        at_once({server.base_url: partial(prepare, server) for server in self.servers})
+        self.model = self.servers[0].model
 
-        def sample() -> list[dict[str, Any]]:
-            try:
-                self.prepare_servers()
-                self._require_listed()
-                client = self.servers[0].client
-                named = [request | {"model": client.model} for request in requests]
-                choices = self.router.complete_all(named, client.vocabulary, sessions)
-                in_coroutine(all_of(server.require_kept(self.weights) for server in self.servers))
-            except ServerUnavailableError as error:
-                # Nobody knows which server failed, so all of them are checked and loaded again before another try.
-                for server in self.servers:
-                    self.lose(server, error)
-                raise
-            return choices
+    async def require_kept(self, weights: Weights) -> None:
+        await all_of(server.require_kept(weights) for server in self.servers)
 
-        return self._take_choices(self.persist(sample))
+
+def require_listed(connection: Connection, number: int) -> None:
+    """Refuse a vllm-router if it has more servers than get weights. Other routers do not name theirs.
+
+    Raises:
+        ServerError: some of the servers would sample with other weights.
+    """
+    try:
+        workers = connection.get("/list_workers").get("urls", [])
+    except ServerRefusedError:
+        return
+    # They may have other addresses there than here. With data parallelism "@" and a rank follow.
+    behind = len({re.sub(r"@\d+$", "", worker) for worker in workers})
+    if behind > number:
+        raise ServerError(
+            f"{connection.url} is a router with {behind} servers, and {number} would get weights: keep its address in "
+            "vllm_server_base_url, and list those of all servers in vllm_server_base_urls."
+        )

@@ -145,39 +145,14 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     Raises:
         ServerError: a server is refused; the message names it, the reason and the option to change.
     """
-    from ..rollouts.vllm_backends import needs_checkpoint, raised_together, server_addresses, server_patience
-    from ..serving.client import ServerClient
-    from ..serving.connection import Connection, wait_until_up
+    from ..rollouts.vllm_backends import connect, needs_checkpoint, raised_together
     from ..serving.errors import ServerError
-    from ..serving.fit import require_shared_directory
-    from ..serving.pool import meet_all
 
-    urls, router = server_addresses(args)
     weight_sync: str = args.weight_sync
     if weight_sync == "auto":
         # What else decides, the policy and whether the GPU is shared, is not known yet.
         weight_sync = "checkpoint" if needs_checkpoint(args, args.device) else "none"
-    whole = server_patience(args)
-    patience = whole._replace(request_timeout=min(60.0, whole.request_timeout))
-
-    def meet(url: str) -> None:
-        ServerClient(
-            url, start_timeout=args.vllm_server_timeout, patience=patience, report=logger.warning
-        ).require_fit(
-            config,
-            scheme=args.deployment_scheme,
-            max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
-            logprobs=args.named_tokens,
-            weight_sync=weight_sync,
-            routing_replay=args.routing_replay,
-            lora_rank=int(args.lora_deployment == "adapter"),  # the adapter's own is not known yet
-        )
-
+    least_rank = int(args.lora_deployment == "adapter")  # the adapter's own is not known yet
     with raised_together(ServerError):
-        if not PartialState().is_main_process:
-            return
-        connections = [Connection(url) for url in [*urls, *([router] if router else [])]]  # refuses what is no address
-        if weight_sync == "checkpoint":
-            require_shared_directory(args.weight_sync_dir, urls)
-        meet_all(urls, meet)
-        wait_until_up(connections, args.vllm_server_timeout, logger.warning, all_needed=True)
+        if PartialState().is_main_process:
+            connect(args, config, weight_sync, least_rank, longest_request=60.0)
