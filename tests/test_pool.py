@@ -11,7 +11,7 @@ from dc_trl.serving import connection as connection_module
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerError
-from dc_trl.serving.pool import ServerPool
+from dc_trl.serving.pool import ServerPool, meet_servers
 
 from . import helpers
 from .helpers import at_server, make_model
@@ -56,7 +56,8 @@ def no_pauses(monkeypatch):
 def make_pool(stubs, lines, fits=lambda client: None, **patience):
     waits = Patience(**{"server_timeout": 60.0, "prefix": "vllm_"} | patience)
     urls = [stub.url for stub in stubs]
-    return ServerPool(urls, fits=fits, start_timeout=60.0, patience=waits, report=lines.append)
+    servers = meet_servers(urls, fits, start_timeout=60.0, patience=waits, report=lines.append)
+    return ServerPool(servers, fits)
 
 
 @pytest.fixture
@@ -198,7 +199,7 @@ def test_weights_that_change_in_a_rollout_make_its_completions_void(stubs, lines
     assert pool.servers[1].lost is None
 
 
-def test_when_all_are_lost_they_are_tried_again_and_answers_are_kept(stubs, lines, weights, no_pauses):
+def test_when_all_are_lost_they_are_tried_again(stubs, lines, weights, no_pauses):
     pool = make_pool(stubs, lines, max_retries=2)
     for stub in stubs:
         stub.says = {"/v1/completions": (400, "too long")}

@@ -1,5 +1,6 @@
 """TRL's vLLM engines, with weights that arrive as the deployable checkpoint and with recovery from faults."""
 
+import math
 import shutil
 import socket
 import time
@@ -27,7 +28,7 @@ from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Connection, Patience, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import require_shared_directory
-from ..serving.pool import ServerPool
+from ..serving.pool import ServerPool, meet_servers
 from ..serving.router import RoutedServers, require_listed
 from ..serving.server import vllm_version
 from .neutral_sampling import TRUNCATIONS, truncations
@@ -210,26 +211,24 @@ class ServerGeneration(_DeployedGeneration):
             self.weight_sync = agree(self._choose_weight_sync())
         # These are errors of TRL's client, of the folder, and of the checkpoint's layout.
         with raised_together(RuntimeError, ValueError, OSError):
-            if self.accelerator.is_main_process:
-                self._connect()
+            if not self.accelerator.is_main_process:
+                return
+            policy = unwrapped(self.accelerator, self.model)
+            rank = require_adapter_beside(policy) if self._beside else 0
+            self.vllm_client: Any = connect(self._args, policy.config, self.weight_sync, rank)
+            client = self.vllm_client.servers[0]
+            self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
+            if self.weight_sync == "checkpoint":
+                self._prepare_checkpoints(writes=True)
+            else:
+                with client.connection.task():
+                    client.init_communicator(device=self.accelerator.device)
 
     def _choose_weight_sync(self) -> str:
         url = server_addresses(self._args)[0][0]
         shares_gpu = is_local(url) and torch.cuda.device_count() == 1  # NCCL refuses two ranks on one GPU
         by_file = needs_checkpoint(self._args, self.accelerator.device)
         return "checkpoint" if by_file or shares_gpu or is_packed(self.model) else "nccl"
-
-    def _connect(self) -> None:
-        policy = unwrapped(self.accelerator, self.model)
-        rank = require_adapter_beside(policy) if self._beside else 0
-        self.vllm_client: Any = connect(self._args, policy.config, self.weight_sync, rank)
-        client = self.vllm_client.servers[0]
-        self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
-        if self.weight_sync == "checkpoint":
-            self._prepare_checkpoints(writes=True)
-        else:
-            with client.connection.task():
-                client.init_communicator(device=self.accelerator.device)
 
     def sync_weights(self) -> None:
         """Send the policy's present weights to the server, and ensure that it serves them."""
@@ -311,9 +310,9 @@ class ColocateGeneration(_DeployedGeneration):
         self.model: Any = SimpleNamespace(name_or_path=str(self.checkpoint), named_modules=model.named_modules)
         self._reload: str | Callable[..., None] = "reload_weights"
         if self.accelerator.device.type == "cpu":
-            from ..serving.cpu_reload import reload_checkpoint  # it imports vLLM, which is known to be installed here
+            from ..serving.cpu_reload import CPUReloadExtension  # it imports vLLM, which is known to be installed here
 
-            self._reload = reload_checkpoint
+            self._reload = CPUReloadExtension.reload_checkpoint
         try:
             super()._init_vllm()
         finally:
@@ -341,21 +340,19 @@ def server_addresses(args: Any) -> tuple[list[str], str | None]:
     """Return the addresses of the servers of a run, and that of the router before them, if there is one."""
     one, several = args.vllm_server_base_url, args.vllm_server_base_urls
     if several:
-        return several, one
+        return several, one if one not in several else None
     return [one or f"http://{args.vllm_server_host}:{args.vllm_server_port}"], None
 
 
 def connect(
-    args: Any, config: PretrainedConfig, weight_sync: str, lora_rank: int, longest_request: float = 3600.0
+    args: Any, config: PretrainedConfig, weight_sync: str, lora_rank: int, longest_request: float = math.inf
 ) -> Any:
     """Return the client of the server, the router or the several servers of a run, once all of them are up and fit.
 
     Args:
         args: `DCGRPOConfig` of the run.
-        config: configuration of the trained model.
-        weight_sync: "nccl", "checkpoint", or "none" if the way of the weights is not known yet.
-        lora_rank: rank of the adapter that is loaded beside the base; 0 for none.
-        longest_request: largest number of seconds of one request, where `vllm_request_timeout` is not set or larger.
+        config, weight_sync, lora_rank: see `check_server`.
+        longest_request: bound of `vllm_request_timeout`, in seconds.
 
     Raises:
         ServerError: a server cannot be reached or does not fit; the message names it, and the option to change.
@@ -365,7 +362,7 @@ def connect(
         Connection(url)  # refuses what is no address
     if weight_sync == "checkpoint":
         require_shared_directory(args.weight_sync_dir, urls)
-    seconds = min(longest_request, args.vllm_request_timeout or longest_request)
+    seconds = min(longest_request, args.vllm_request_timeout or 3600.0)
     waits = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
 
     def fits(client: ServerClient) -> None:
@@ -379,15 +376,14 @@ def connect(
             lora_rank=lora_rank,
         )
 
-    options: Any = {"start_timeout": args.vllm_server_timeout, "patience": waits, "report": logger.warning}
+    options = {"start_timeout": args.vllm_server_timeout, "patience": waits, "report": logger.warning}
+    servers = meet_servers(urls, fits, group_port=args.vllm_group_port, **options)
     if router is not None:
-        return RoutedServers(router, urls, fits, **options)
-    if len(urls) > 1:
-        return ServerPool(urls, fits=fits, **options)
-    client = ServerClient(urls[0], group_port=args.vllm_group_port, **options)
-    require_listed(client.connection, 1)
-    fits(client)
-    return client
+        return RoutedServers(router, servers, fits)
+    if len(servers) > 1:
+        return ServerPool(servers, fits)
+    require_listed(servers[0].connection, 1)
+    return servers[0]
 
 
 def needs_checkpoint(args: Any, device: torch.device) -> bool:

@@ -6,9 +6,9 @@ import os
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
 
@@ -85,7 +85,7 @@ class Connection:
             raise ServerError(f"{url!r} is not an address of a vLLM server: use http://HOST:PORT.")
         self.url = url.rstrip("/")
         self.patience = patience
-        self._report = report
+        self.report = report
         self._deadline: Deadline | None = None
         key = os.environ.get("VLLM_API_KEY")
         self._options: dict[str, Any] = {
@@ -124,28 +124,22 @@ class Connection:
         """
         return in_coroutine(self.arequest(method, path, **kwargs))
 
-    async def complete(
-        self, body: dict[str, Any], vocabulary: int | None, session: str | None = None
-    ) -> list[dict[str, Any]]:
-        """Return the completions that answer a body for /v1/completions; see `require_rollout`.
-
-        A `session` names the conversation that the body belongs to; routers keep it on one server.
-        """
-        headers = {} if session is None else {"X-Session-ID": session}
+    async def complete(self, body: dict[str, Any], vocabulary: int | None) -> list[dict[str, Any]]:
+        """Return the completions that answer a body for /v1/completions; see `require_rollout`."""
+        # Routers keep a session, which vLLM takes in the body too, on one server.
+        headers = {"X-Session-ID": body["session_id"]} if "session_id" in body else {}
         answer = await self.arequest("POST", "/v1/completions", json=body, headers=headers)
         return require_rollout(body, answer, self.url, vocabulary)
 
-    def complete_all(
-        self, bodies: Sequence[dict[str, Any]], vocabulary: int | None, sessions: Iterable[str | None] = repeat(None)
-    ) -> list[dict[str, Any]]:
+    def complete_all(self, bodies: Sequence[dict[str, Any]], vocabulary: int | None) -> list[dict[str, Any]]:
         """Return the completions of several concurrent requests in their order; if one fails, the others are ended."""
         room = asyncio.Semaphore(MAX_CONCURRENT)
 
-        async def ask(body: dict[str, Any], session: str | None) -> list[dict[str, Any]]:
+        async def ask(body: dict[str, Any]) -> list[dict[str, Any]]:
             async with room:
-                return await self.complete(body, vocabulary, session)
+                return await self.complete(body, vocabulary)
 
-        return list(chain.from_iterable(in_coroutine(all_of(map(ask, bodies, sessions)))))
+        return list(chain.from_iterable(in_coroutine(all_of(map(ask, bodies)))))
 
     async def arequest(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """Send a request as `request` does, in an event loop."""
@@ -220,7 +214,7 @@ class Connection:
 
     def persist(self, action: Callable[[bool], T]) -> T:
         """Call `persist` with this server."""
-        return persist([self], action, self.patience, self._report)
+        return persist([self], action, self.patience, self.report)
 
     async def apersist(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do the same as `persist` in an event loop, without reports, since many requests fail at once there."""
@@ -257,9 +251,8 @@ def wait_until_up(
     begin = time.monotonic()
     reported = begin - 10
     while True:
-        states = {server.url: server.why_down(min(5.0, timeout + 1)) for server in servers}
-        down = {url: reason for url, reason in states.items() if reason is not None}
-        if not down or (len(down) < len(states) and not all_needed):
+        down = {server.url: reason for server in servers if (reason := server.why_down(min(5.0, timeout + 1)))}
+        if not down or (len(down) < len(servers) and not all_needed):
             return
         waited = time.monotonic() - begin
         urls, reason = " and ".join(down), ", ".join(dict.fromkeys(down.values()))

@@ -1,21 +1,17 @@
 """A router and the vLLM servers behind it, with the interface of one server."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 from .background import all_of
-from .client import Fits, RolloutClient, ServerClient, Sessions, Weights
-from .connection import Connection, Patience, persist
+from .client import Fits, RolloutClient, ServerClient, Weights
+from .connection import Connection
 from .errors import ServerError, ServerRefusedError
-from .pool import at_once, meet_servers
+from .pool import at_once
 
 
-T = TypeVar("T")
-
-
-class RoutedServers(ServerClient):
+class RoutedServers(RolloutClient):
     """Client of several vLLM servers behind a router, which deals the prompts among them.
 
     The router gets the prompts, and the servers get everything else. Nobody knows which server answered, so all of
@@ -25,43 +21,24 @@ class RoutedServers(ServerClient):
 
     Args:
         router: address of the router, "http://127.0.0.1:8000".
-        urls: addresses of all servers behind it.
+        servers: clients of all servers behind it.
         fits: function that raises a `ServerError` if a server does not fit the run.
-        start_timeout: seconds to wait until each of them is up.
-        patience: time limits and number of tries of requests.
-        report: function that takes a line about what is happening.
-
-    Attributes:
-        connection: connection to the router.
-        servers: clients of the servers, in the order of `urls`.
 
     Raises:
-        ServerError: router or server is not up, or does not fit.
+        ServerError: the router is not up, or has more servers than these.
     """
 
-    def __init__(
-        self,
-        router: str,
-        urls: Sequence[str],
-        fits: Fits,
-        start_timeout: float,
-        patience: Patience,
-        report: Callable[[str], None] = print,
-    ):
-        RolloutClient.__init__(self)  # a router is not met like a server
-        self._fits, self._report, self._sessions = fits, report, Sessions()
-        self.connection = Connection(router, patience, report)
-        self.base_url = self.connection.url
-        self.servers = meet_servers(urls, fits, start_timeout, patience, report)
-        self.model, self.vocabulary = self.servers[0].model, self.servers[0].vocabulary
-        self.persist(lambda first: require_listed(self.connection, len(urls)))
+    all_needed = True
 
-    def persist(self, action: Callable[[bool], T]) -> T:
-        connections = [self.connection, *(server.connection for server in self.servers)]
-        return persist(connections, action, self.connection.patience, self._report, all_needed=True)
+    def __init__(self, router: str, servers: Sequence[ServerClient], fits: Fits):
+        first = servers[0]
+        connection = Connection(router, first.patience, first.report)
+        super().__init__(servers, [connection, *(server.connection for server in servers)])
+        self.base_url, self.model, self.vocabulary, self._fits = connection.url, first.model, first.vocabulary, fits
+        self.persist(lambda _: require_listed(connection, len(servers)))
 
-    def hold(self, weights: Weights, reload: bool) -> None:
-        """Load weights into all servers; before another try (`reload`), each has to fit again, as it may be new."""
+    def hold(self, weights: Weights | None, reload: bool) -> None:
+        """Make all servers hold weights; before another try each has to fit again, as it may have been restarted."""
 
         def prepare(server: ServerClient) -> None:
             if reload:
@@ -72,16 +49,12 @@ class RoutedServers(ServerClient):
         at_once({server.base_url: partial(prepare, server) for server in self.servers})
         self.model = self.servers[0].model
 
-    async def require_kept(self, weights: Weights) -> None:
+    async def require_kept(self, weights: Weights | None) -> None:
         await all_of(server.require_kept(weights) for server in self.servers)
 
 
 def require_listed(connection: Connection, number: int) -> None:
-    """Refuse a vllm-router if it has more servers than get weights. Other routers do not name theirs.
-
-    Raises:
-        ServerError: some of the servers would sample with other weights.
-    """
+    """Raise a `ServerError` if a vllm-router has more servers than get weights. Other routers do not name theirs."""
     try:
         workers = connection.get("/list_workers").get("urls", [])
     except ServerRefusedError:

@@ -187,11 +187,6 @@ CONTRADICTIONS = (
         "TRL streams to one server; set weight_sync='auto'",
         ["nccl"],
     ),
-    Rule(
-        "vllm_server_base_url",
-        {"vllm_server_base_urls": lambda c: c.vllm_server_base_url in (c.vllm_server_base_urls or ())},
-        "beside the list it is the address of a router before these servers; leave it out, or set the router's",
-    ),
     Rule("lora_deployment", {"use_vllm": [True], "vllm_mode": ["colocate"]}, _SERVER, ["adapter"]),
     Rule("lora_deployment", {"weight_sync": ["nccl"]}, "TRL's stream is merged; set weight_sync='auto'", ["adapter"]),
     Rule("weight_sync_steps", {"weight_sync": ["nccl"]}, "checkpoints need older weights; set weight_sync='auto'"),
