@@ -14,6 +14,7 @@ from dc_trl.serving.server import VLLMServer
 
 from .gaps import PROMPTS, mean_gap
 from .helpers import TINY_MODEL, assert_finite, distinct_characters, logged, make_config, make_prompts, make_tokenizer
+from .stub_server import Router, stub_server
 from .vllm_server import complete, requires_vllm, wait_until_gone
 
 
@@ -35,7 +36,7 @@ def servers(tmp_path_factory):
         server.stop()
 
 
-def make_trainer(servers, output_dir, **options):
+def make_trainer(servers, output_dir, reward=distinct_characters, **options):
     fields = {
         "use_vllm": True,
         "vllm_mode": "server",
@@ -51,7 +52,7 @@ def make_trainer(servers, output_dir, **options):
     }
     return DCGRPOTrainer(
         AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
-        distinct_characters,
+        reward,
         make_config(output_dir, **fields | options),
         train_dataset=make_prompts(),
         processing_class=make_tokenizer(),
@@ -140,3 +141,25 @@ def test_a_run_loses_a_server_in_a_rollout_and_takes_it_up_again(servers, tmp_pa
         assert 3 * mean_gap(served, trainer.model, "bf16") < mean_gap(served, untrained, "bf16")
     stale = mean_gap(complete(servers[0].url, PROMPTS, max_tokens=64, ignore_eos=True), untrained, "bf16")
     assert max(logged(trainer, "discrepancy/mean")) < stale / 3
+
+
+def test_a_router_before_them_gives_the_same_completions(servers, tmp_path, caplog):
+    runs = []
+    with stub_server(Router([server.url for server in servers])) as router:
+        foreign = {"url": f"{servers[1].url}/update_weight_version", "json": {"new_version": "another run's"}}
+        # In the second rollout, of four prompts.
+        router.before = lambda *_: len(router.sessions) == 6 and httpx.post(**foreign)
+        for fields in ({}, {"vllm_server_base_url": router.url}):
+            seen = []
+
+            def reward(completions, seen=seen, **kwargs):
+                seen.append(completions)
+                return distinct_characters(completions)
+
+            trainer = make_trainer(servers, tmp_path, reward, max_steps=3, **fields)
+            trainer.train()
+            runs.append(seen)
+    assert runs[0] == runs[1]
+    assert "lost or changed its weights" in caplog.text
+    assert len(router.sessions) == 16  # with the second rollout again
+    assert {version_of(server) for server in servers} == {trainer.vllm_generation.weight_version}
