@@ -44,7 +44,7 @@ from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.tables import print_table
 from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.sampling import Sampling, ServerEngine, sample_seed
-from dc_trl.serving.client import ServerClient
+from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.fit import CPU_EXTENSION
 from dc_trl.serving.server import VLLMServer, serve
 from dc_trl.settings.command_line import OptionParser
@@ -344,7 +344,7 @@ def sync_costs(
             shutil.copytree(checkpoint, copy)
             copied = time.perf_counter()
             if client is not None:
-                client.load_checkpoint(str(checkpoint), "benchmark")
+                client.hold(Weights("benchmark", checkpoint), reload=True)
             seconds = {"write": wrote - start, "copy": copied - wrote, "reload": time.perf_counter() - copied}
             turns.append({"bytes": size} | seconds)
     # In the first turn memory is taken and the server warms up.

@@ -60,8 +60,12 @@ def sharded_generation(accelerator) -> ServerGeneration:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    options = dict.fromkeys(("deployment_scheme", "weight_sync_dir", "vllm_server_base_urls", "vllm_request_timeout"))
-    options |= {
+    names = ("deployment_scheme", "weight_sync_dir", "vllm_server_base_urls", "vllm_request_timeout")
+    options = dict.fromkeys((*names, "vllm_max_model_length")) | {
+        "vllm_server_base_url": URL,
+        "vllm_group_port": 51216,
+        "max_completion_length": 16,
+        "named_tokens": 0,
         "routing_replay": False,
         "lora_deployment": "merged",
         "vllm_server_timeout": 5.0,

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import cycle
 
+import httpx
 import numpy as np
 
 from dc_trl.serving.fit import CPU_EXTENSION
@@ -35,6 +37,7 @@ class StubServer(ThreadingHTTPServer):
         self.before: Callable[[StubServer, str], None] | None = None
         self.completes: Callable[[dict], dict] | None = None
         self.bodies: list[dict] = []  # of the rollouts that were asked for
+        self.sessions: list[str] = []  # X-Session-ID of the requests that have one
         self.routes = False  # whether it returns the experts of its mixture
         self.ended = threading.Event()
 
@@ -92,6 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if "X-Session-ID" in self.headers:
+            self.server.sessions.append(self.headers["X-Session-ID"])
         answer = self.server.answer(self.path.partition("?")[0], json.loads(body or "{}"))
         if answer is None:
             self.close_connection = True
@@ -110,9 +115,24 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Router(StubServer):
+    """Passes all requests on to servers in turn."""
+
+    def __init__(self, urls: Sequence[str]):
+        super().__init__()
+        self._turns = cycle(urls)
+
+    def answer(self, path: str, body: dict) -> tuple[int, str]:
+        if self.before is not None:
+            self.before(self, path)
+        url = next(self._turns) + path
+        answer = httpx.post(url, json=body, timeout=None) if body else httpx.get(url, timeout=None)
+        return answer.status_code, answer.text
+
+
 @contextmanager
-def stub_server():
-    server = StubServer()
+def stub_server(server: StubServer | None = None):
+    server = server or StubServer()
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

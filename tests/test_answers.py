@@ -11,7 +11,7 @@ from dc_trl.serving.answers import require_rollout
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerAnswerError, ServerError, ServerUnavailableError
-from dc_trl.serving.pool import ServerPool
+from dc_trl.serving.pool import ServerPool, meet_servers
 
 from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
@@ -92,7 +92,7 @@ def by_pool(one, other):
         client.vocabulary = 262
 
     urls = [one.url, other.url]
-    pool = ServerPool(urls, fits=fits, start_timeout=60.0, patience=ONCE, report=lambda line: None)
+    pool = ServerPool(meet_servers(urls, fits, patience=ONCE, report=lambda line: None), fits)
     return pool.generate(PROMPTS, n=2, max_tokens=8)["completion_ids"]
 
 

@@ -4,13 +4,14 @@ import asyncio
 import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 
 from dc_trl.rollouts.sampling import Request, Sampling, ServerEngine
 from dc_trl.serving import connection as connection_module
 from dc_trl.serving.background import abandon_requests, allow_requests, in_thread, pause
-from dc_trl.serving.client import ServerClient
+from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.connection import Connection, Deadline, Patience
 from dc_trl.serving.errors import RequestAbandonedError, ServerError, ServerRefusedError, ServerUnavailableError
 
@@ -161,10 +162,10 @@ def test_a_load_that_does_not_end_well_leaves_no_name_of_whole_weights(server, m
             fault(server)
         return answer(path, body)
 
-    client.load_checkpoint("folder", "old")
+    client.hold(Weights("old", Path("folder")), reload=True)
     monkeypatch.setattr(server, "answer", spy)
     with pytest.raises(ServerUnavailableError):
-        client.load_checkpoint("folder", "new")
+        client.hold(Weights("new", Path("folder")), reload=True)
     assert seen == ["loading-new"]
     assert client.weight_version() == left
 

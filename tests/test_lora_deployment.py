@@ -15,7 +15,7 @@ from dc_trl.quantization.adapter import beside_base
 from dc_trl.quantization.contract import read_contract
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.rollouts.replica import Replica
-from dc_trl.serving.client import ServerClient
+from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.fit import check_server
 from dc_trl.settings.paths import serve_line
@@ -224,7 +224,7 @@ def test_the_adapter_alone_goes_to_a_server(server, tmp_path):
     weights = load_file(broken / "model.safetensors")
     weights |= {name: torch.zeros_like(value) for name, value in weights.items() if "norm" in name}
     save_file(weights, broken / "model.safetensors")
-    trainer.vllm_generation.vllm_client.load_checkpoint(str(broken), "default")
+    trainer.vllm_generation.vllm_client.hold(Weights("default", broken), reload=True)
     assert distance(server, version, trainer.model) > 5 * present
     trainer.vllm_generation.generate(PROMPTS, None, 1)
     assert distance(server, version, trainer.model) < 2 * present

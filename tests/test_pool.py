@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from dc_trl.serving import connection as connection_module
-from dc_trl.serving.client import ServerClient, Weights
+from dc_trl.serving.client import RolloutSeeds, ServerClient, Weights
 from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerError
-from dc_trl.serving.pool import ServerPool
+from dc_trl.serving.pool import ServerPool, meet_servers
+from dc_trl.serving.router import RoutedServers
 
 from . import helpers
 from .helpers import at_server, make_model
-from .stub_server import completions, stub_server
+from .stub_server import Router, completions, stub_server
 
 
 # --- the pool, against servers whose completions are a function of prompt and seed
@@ -53,10 +54,11 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(connection_module, "pause", lambda seconds: None)
 
 
-def make_pool(stubs, lines, fits=lambda client: None, **patience):
+def make_pool(stubs, lines, fits=lambda client: None, router=None, **patience):
     waits = Patience(**{"server_timeout": 60.0, "prefix": "vllm_"} | patience)
     urls = [stub.url for stub in stubs]
-    return ServerPool(urls, fits=fits, start_timeout=60.0, patience=waits, report=lines.append)
+    servers = meet_servers(urls, fits, start_timeout=60.0, patience=waits, report=lines.append)
+    return ServerPool(servers, fits) if router is None else RoutedServers(router.url, servers, fits)
 
 
 @pytest.fixture
@@ -198,7 +200,7 @@ def test_weights_that_change_in_a_rollout_make_its_completions_void(stubs, lines
     assert pool.servers[1].lost is None
 
 
-def test_when_all_are_lost_they_are_tried_again_and_answers_are_kept(stubs, lines, weights, no_pauses):
+def test_when_all_are_lost_they_are_tried_again(stubs, lines, weights, no_pauses):
     pool = make_pool(stubs, lines, max_retries=2)
     for stub in stubs:
         stub.says = {"/v1/completions": (400, "too long")}
@@ -227,6 +229,44 @@ def test_when_all_are_lost_they_are_tried_again_and_answers_are_kept(stubs, line
     with pytest.raises(ServerError, match=r"tried 3 times: vllm_max_retries") as error:
         generate(pool)
     assert all(stub.url in str(error.value) for stub in stubs)
+
+
+# --- a router before the servers
+
+
+def test_weights_that_change_behind_a_router_make_its_whole_rollout_void(stubs, lines, weights, no_pauses):
+    with stub_server(Router([stub.url for stub in stubs])) as router:
+        client = make_pool(stubs, lines, router=router, max_retries=2)
+        client.load(weights[0])
+        router.before = lambda *_: len(router.sessions) == 4 and setattr(stubs[1], "version", "another run's")
+        assert generate(client) == expected_rollout()
+    assert {stub.version for stub in stubs} == {weights[0].version}
+    assert len(router.sessions) == 2 * len(set(router.sessions)) == 2 * len(PROMPTS)
+    assert "lost or changed its weights" in lines[0]
+    assert [stub.asked.count("/collective_rpc") for stub in stubs] == [2, 2, 2]  # all were loaded again
+
+
+def test_the_turns_of_a_conversation_have_one_session():
+    seeds = RolloutSeeds()
+
+    def sessions(*prompts):
+        return [request["session_id"] for request in seeds.requests({"prompt": list(prompts), "temperature": 0.0})]
+
+    first = sessions([1, 2], [1, 2, 3], [4])
+    assert len(set(first)) == 3
+    assert sessions([1, 2, 3, 9], [1, 2, 8], [1, 2, 7]) == [first[1], first[0], first[0]]
+    assert sessions([1, 2, 8, 8]) == [first[0]]
+    assert sessions([1, 2, 3], [4])[1] not in first  # the conversation of 4 had ended
+
+
+def test_servers_that_would_get_no_weights_are_refused(stubs, tmp_path):
+    stubs[0].says = {"/list_workers": (200, '{"urls": ["http://a:1@0", "http://a:1@1", "http://b:1", "http://c:1"]}')}
+    one, *others = [stub.url for stub in stubs]
+    for fields in ({}, {"vllm_server_base_urls": others}):
+        with pytest.raises(ServerError, match=f"{one} is a router with 3 servers, and {len(fields) + 1} would get"):
+            helpers.make_trainer(tmp_path, make_model(64), **at_server(one) | fields)
+    with pytest.raises(ValueError, match=r"contradicts vllm_server_base_urls=.*set weight_sync='auto'"):
+        helpers.make_config(tmp_path, **at_server(one), vllm_server_base_urls=others[:1], weight_sync="nccl")
 
 
 # --- the trainer

@@ -13,7 +13,8 @@ from dc_trl.serving.server import VLLMServer
 
 from . import helpers
 from .gaps import PROMPTS, mean_gap
-from .helpers import TINY_MODEL, assert_finite, at_server, logged
+from .helpers import TINY_MODEL, assert_finite, at_server, distinct_characters, logged
+from .stub_server import Router, stub_server
 from .vllm_server import complete, requires_vllm, wait_until_gone
 
 
@@ -35,12 +36,12 @@ def servers(tmp_path_factory):
         server.stop()
 
 
-def make_trainer(servers, output_dir, **options):
+def make_trainer(servers, output_dir, reward=None, **options):
     fields = at_server(None) | {"vllm_server_base_urls": [server.url for server in servers]}
     fields |= {"vllm_server_timeout": 120.0, "vllm_request_timeout": 120.0, "max_completion_length": 100}
     fields |= {"generation_kwargs": {"ignore_eos": True}, "learning_rate": 3e-3, "per_device_train_batch_size": 16}
     policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
-    return helpers.make_trainer(output_dir, policy, **fields | options)
+    return helpers.make_trainer(output_dir, policy, reward, **fields | options)
 
 
 def version_of(server):
@@ -67,7 +68,7 @@ class Watch(TrainerCallback):
 
 def kill_in_next_rollout(trainer, number, server):
     """Kills a server when a prompt of the next rollout is at its engine, which is stopped: it cannot have answered."""
-    connection = trainer.vllm_generation.vllm_client.servers[number].client.connection
+    connection = trainer.vllm_generation.vllm_client.servers[number].connection
     request = connection.arequest
     processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
 
@@ -125,3 +126,25 @@ def test_a_run_loses_a_server_in_a_rollout_and_takes_it_up_again(servers, tmp_pa
         assert 3 * mean_gap(served, trainer.model, "bf16") < mean_gap(served, untrained, "bf16")
     stale = mean_gap(complete(servers[0].url, PROMPTS, max_tokens=64, ignore_eos=True), untrained, "bf16")
     assert max(logged(trainer, "discrepancy/mean")) < stale / 3
+
+
+def test_a_router_before_them_gives_the_same_completions(servers, tmp_path, caplog):
+    runs = []
+    with stub_server(Router([server.url for server in servers])) as router:
+        foreign = {"url": f"{servers[1].url}/update_weight_version", "json": {"new_version": "another run's"}}
+        # In the second rollout, of four prompts.
+        router.before = lambda *_: len(router.sessions) == 6 and httpx.post(**foreign)
+        for fields in ({}, {"vllm_server_base_url": router.url}):
+            seen = []
+
+            def reward(completions, seen=seen, **kwargs):
+                seen.append(completions)
+                return distinct_characters(completions)
+
+            trainer = make_trainer(servers, tmp_path, reward, max_steps=3, **fields)
+            trainer.train()
+            runs.append(seen)
+    assert runs[0] == runs[1]
+    assert "lost or changed its weights" in caplog.text
+    assert len(router.sessions) == 16  # with the second rollout again
+    assert {version_of(server) for server in servers} == {trainer.vllm_generation.weight_version}

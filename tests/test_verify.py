@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from dc_trl.quantization.contract import digest, read_contract
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
-from dc_trl.serving.client import ServerClient
+from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.version import __version__
 
 from .helpers import TINY_MODEL, make_model, make_tokenizer, make_trainer
@@ -108,7 +109,7 @@ def test_versions_are_counted_for_a_server_without_them_until_it_is_restarted(ca
         stub.says = {"/weight_info": (404, "Not Found"), "/update_weight_version": (404, "Not Found")}
         client, again = ServerClient(stub.url), ServerClient(stub.url)
         assert capsys.readouterr().out.count("counts the versions") == 1
-        client.load_checkpoint("anywhere", "run-1")
+        client.hold(Weights("run-1", Path("anywhere")), reload=True)
         assert (client.weight_version(), again.weight_version()) == ("run-1", "default")
         stub.start = "2"  # restarted, with the weights of its own checkpoint
         assert client.weight_version() == "default"
@@ -127,7 +128,7 @@ def test_a_server_is_told_from_one_with_other_weights(fp8_server, tmp_path, caps
     client = ServerClient(fp8_server.url)
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     own = deploy(model, "fp8", tmp_path / "own")
-    client.load_checkpoint(str(own), "own")
+    client.hold(Weights("own", own), reload=True)
     assert verify.main([fp8_server.url, str(own)]) == 0
     assert "no proof" in capsys.readouterr().out
     shutil.copytree(own, tmp_path / "changed")

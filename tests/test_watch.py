@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from dc_trl.calibration.watch import newest_checkpoint
 from dc_trl.command import watch
 from dc_trl.data.prompts import tokenize
-from dc_trl.serving.client import ServerClient
+from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.training.problems import DataArguments, draw_prompts
 
 from .helpers import TINY_MODEL, make_model, make_tokenizer
@@ -163,7 +163,7 @@ def test_a_watch_that_cannot_begin_says_why(tmp_path, capsys):
 @requires_vllm
 def test_a_real_server_is_watched_while_its_checkpoints_come(fp8_server, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
-    ServerClient(fp8_server.url).load_checkpoint(str(deploy(model, "fp8", tmp_path / "own")), "own")
+    ServerClient(fp8_server.url).hold(Weights("own", deploy(model, "fp8", tmp_path / "own")), reload=True)
     save(model, tmp_path / "ready" / "checkpoint-1")
     torch.manual_seed(0)
     adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)

@@ -1,11 +1,12 @@
 """TRL's vLLM engines, with weights that arrive as the deployable checkpoint and with recovery from faults."""
 
+import math
 import shutil
 import socket
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
+from transformers import PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..files import locked_folder
@@ -23,10 +25,11 @@ from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, is_packed, policy_tensors
 from ..serving.client import LOADING, ServerClient, Weights
-from ..serving.connection import Patience, is_local
+from ..serving.connection import Connection, Patience, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import require_shared_directory
-from ..serving.pool import ServerPool
+from ..serving.pool import ServerPool, meet_servers
+from ..serving.router import RoutedServers, require_listed
 from ..serving.server import vllm_version
 from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import named_by_vllm
@@ -198,61 +201,34 @@ class ServerGeneration(_DeployedGeneration):
     """
 
     def __init__(self, args: Any, weight_sync: str, **kwargs: Any):
-        self.weight_sync = weight_sync
-        self.server_base_urls, self.routing_replay = args.vllm_server_base_urls, args.routing_replay
-        self._patience = Patience(
-            request_timeout=3600.0 if args.vllm_request_timeout is None else args.vllm_request_timeout,
-            server_timeout=args.vllm_server_timeout,
-            max_retries=args.vllm_max_retries,
-            time_limit=args.vllm_time_limit,
-            prefix="vllm_",
-        )
+        self.weight_sync, self.routing_replay, self._args = weight_sync, args.routing_replay, args
         super().__init__(args, **kwargs)
 
     def _init_vllm(self) -> None:
-        single_url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-        self._urls = [url.rstrip("/") for url in self.server_base_urls or [single_url]]
         self._run = agree(uuid.uuid4().hex[:12])
         if self.weight_sync == "auto":
             # Processes may see the server and the GPUs differently, but the choice must be the same in all of them.
             self.weight_sync = agree(self._choose_weight_sync())
         # These are errors of TRL's client, of the folder, and of the checkpoint's layout.
         with raised_together(RuntimeError, ValueError, OSError):
-            if self.accelerator.is_main_process:
-                self._connect()
+            if not self.accelerator.is_main_process:
+                return
+            policy = unwrapped(self.accelerator, self.model)
+            rank = require_adapter_beside(policy) if self._beside else 0
+            self.vllm_client: Any = connect(self._args, policy.config, self.weight_sync, rank)
+            client = self.vllm_client.servers[0]
+            self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
+            if self.weight_sync == "checkpoint":
+                self._prepare_checkpoints(writes=True)
+            else:
+                with client.connection.task():
+                    client.init_communicator(device=self.accelerator.device)
 
     def _choose_weight_sync(self) -> str:
-        shares_gpu = is_local(self._urls[0]) and torch.cuda.device_count() == 1  # NCCL refuses two ranks on one GPU
-        by_file = self._beside or needs_checkpoint(self.deployment_scheme, self._urls, self.accelerator.device)
+        url = server_addresses(self._args)[0][0]
+        shares_gpu = is_local(url) and torch.cuda.device_count() == 1  # NCCL refuses two ranks on one GPU
+        by_file = needs_checkpoint(self._args, self.accelerator.device)
         return "checkpoint" if by_file or shares_gpu or is_packed(self.model) else "nccl"
-
-    def _connect(self) -> None:
-        if self.weight_sync == "checkpoint":
-            require_shared_directory(self.weight_sync_dir, self._urls)
-            self._prepare_checkpoints(writes=True)
-        waits = {"start_timeout": self.server_timeout, "patience": self._patience}
-        if len(self._urls) > 1:
-            self.vllm_client: Any = ServerPool(self._urls, fits=self._require_fit, report=logger.warning, **waits)
-            return
-        client = ServerClient(self._urls[0], group_port=self.group_port, report=logger.warning, **waits)
-        self.vllm_client = client
-        self._require_fit(client)
-        if self.weight_sync == "nccl":
-            with client.connection.task():
-                client.init_communicator(device=self.accelerator.device)
-
-    def _require_fit(self, client: ServerClient) -> None:
-        policy = unwrapped(self.accelerator, self.model)
-        client.require_fit(
-            policy.config,
-            scheme=self.deployment_scheme,
-            max_length=max(self.max_completion_length + 1, self.max_model_length or 0),
-            logprobs=self.logprobs,
-            weight_sync=self.weight_sync,
-            routing_replay=self.routing_replay,
-            lora_rank=require_adapter_beside(policy) if self._beside else 0,
-        )
-        self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
 
     def sync_weights(self) -> None:
         """Send the policy's present weights to the server, and ensure that it serves them."""
@@ -334,9 +310,9 @@ class ColocateGeneration(_DeployedGeneration):
         self.model: Any = SimpleNamespace(name_or_path=str(self.checkpoint), named_modules=model.named_modules)
         self._reload: str | Callable[..., None] = "reload_weights"
         if self.accelerator.device.type == "cpu":
-            from ..serving.cpu_reload import reload_checkpoint  # it imports vLLM, which is known to be installed here
+            from ..serving.cpu_reload import CPUReloadExtension  # it imports vLLM, which is known to be installed here
 
-            self._reload = reload_checkpoint
+            self._reload = CPUReloadExtension.reload_checkpoint
         try:
             super()._init_vllm()
         finally:
@@ -360,13 +336,66 @@ class ColocateGeneration(_DeployedGeneration):
         self.llm.reset_prefix_cache()
 
 
-def needs_checkpoint(scheme: str | None, urls: Sequence[str], device: torch.device) -> bool:
-    """Return whether weights reach servers only as a checkpoint, whatever the policy is.
+def server_addresses(args: Any) -> tuple[list[str], str | None]:
+    """Return the addresses of the servers of a run, and that of the router before them, if there is one."""
+    one, several = args.vllm_server_base_url, args.vllm_server_base_urls
+    if several:
+        return several, one if one not in several else None
+    return [one or f"http://{args.vllm_server_host}:{args.vllm_server_port}"], None
 
-    NCCL needs CUDA, and streams the trained weights, not the deployed ones. The stream of TRL's client goes to one
-    server; with several, all would wait for one that is lost.
+
+def connect(
+    args: Any, config: PretrainedConfig, weight_sync: str, lora_rank: int, longest_request: float = math.inf
+) -> Any:
+    """Return the client of the server, the router or the several servers of a run, once all of them are up and fit.
+
+    Args:
+        args: `DCGRPOConfig` of the run.
+        config, weight_sync, lora_rank: see `check_server`.
+        longest_request: bound of `vllm_request_timeout`, in seconds.
+
+    Raises:
+        ServerError: a server cannot be reached or does not fit; the message names it, and the option to change.
     """
-    return scheme not in (None, "bf16") or len(urls) > 1 or device.type != "cuda"
+    urls, router = server_addresses(args)
+    for url in urls if router is None else [router, *urls]:
+        Connection(url)  # refuses what is no address
+    if weight_sync == "checkpoint":
+        require_shared_directory(args.weight_sync_dir, urls)
+    seconds = min(longest_request, args.vllm_request_timeout or 3600.0)
+    waits = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
+
+    def fits(client: ServerClient) -> None:
+        client.require_fit(
+            config,
+            scheme=args.deployment_scheme,
+            max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
+            logprobs=args.named_tokens,
+            weight_sync=weight_sync,
+            routing_replay=args.routing_replay,
+            lora_rank=lora_rank,
+        )
+
+    options = {"start_timeout": args.vllm_server_timeout, "patience": waits, "report": logger.warning}
+    servers = meet_servers(urls, fits, group_port=args.vllm_group_port, **options)
+    if router is not None:
+        return RoutedServers(router, servers, fits)
+    if len(servers) > 1:
+        return ServerPool(servers, fits)
+    require_listed(servers[0].connection, 1)
+    return servers[0]
+
+
+def needs_checkpoint(args: Any, device: torch.device) -> bool:
+    """Return whether weights reach the servers of a run only as a checkpoint, whatever the policy is.
+
+    NCCL needs CUDA, and streams the trained weights, merged, and not the deployed ones. The stream of TRL's client
+    goes to one server; with several, all would wait for one that is lost.
+    """
+    urls, router = server_addresses(args)
+    several = router is not None or len(urls) > 1
+    quantized = args.deployment_scheme not in (None, "bf16")
+    return several or quantized or args.lora_deployment == "adapter" or device.type != "cuda"
 
 
 def agree(value: Any) -> Any:

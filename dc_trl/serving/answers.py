@@ -2,7 +2,6 @@
 
 import base64
 import io
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,7 @@ def require_rollout(
     checked, because a wrong one would be trained on without a sign.
 
     Args:
-        request: body that was sent, to /v1/completions or /v1/chat/completions with `return_token_ids`, or to
-            /inference/v1/generate.
+        request: body that was sent to /v1/completions, with `return_token_ids`.
         answer: JSON object that the server returned.
         where: the server's address, for messages.
         vocabulary: bound below which all token ids of the model are; None if it is unknown.
@@ -37,11 +35,9 @@ def require_rollout(
         ServerAnswerError: the answer does not fit the request; the message says why.
         ServerUnavailableError: a log-probability is NaN, or the server broke off a completion.
     """
-    sampling = request.get("sampling_params", request)
-    prompts, n = _prompts(request), sampling.get("n", 1)
-    # In a chat request `logprobs` is a boolean, and `top_logprobs` is the number.
-    with_logps = sampling.get("top_logprobs", sampling.get("logprobs")) is not None
-    named = request.get("return_tokens_as_token_ids", "token_ids" in request)
+    prompts, n = request["prompt"], request.get("n", 1)
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n * len(prompts))):
@@ -50,15 +46,15 @@ def require_rollout(
             prompt, echoed = prompts[number // n], choice.get("prompt_token_ids")
             # TRL reads each prompt from its first completion.
             echoes = request.get("return_token_ids") and (echoed is not None or number % n == 0)
-            if prompt is not None and echoes and echoed != prompt:
+            if not isinstance(prompt, str) and echoes and echoed != prompt:
                 raise ValueError(f"choice {number} completes the prompt {str(echoed)[:60]}")
             if choice["finish_reason"] in (None, "abort", "error"):
                 raise ServerUnavailableError(f"vLLM at {where} broke off choice {number}")
             ids = choice["token_ids"]
             if len(ids) > 0 and not 0 <= min(ids) <= max(ids) < (vocabulary or 2**31):
                 raise ValueError(f"choice {number} has a token that is not in the vocabulary of {vocabulary}")
-            if with_logps:
-                _require_logps(choice["logprobs"], ids, named)
+            if request.get("logprobs") is not None:
+                _require_logps(choice["logprobs"], ids, request.get("return_tokens_as_token_ids", False))
             if choice.get("routed_experts") is not None:
                 choice["routed_experts"] = _routes(choice["routed_experts"], ids, prompt)
     except MALFORMED as error:
@@ -71,25 +67,10 @@ def require_rollout(
     return choices
 
 
-def _prompts(request: dict[str, Any]) -> Sequence[list[int] | None]:
-    """Return the token ids of the prompts of a request; None for a prompt given as text or messages."""
-    prompts = request.get("prompt", request.get("token_ids"))
-    if prompts is None or isinstance(prompts, str):
-        return [None]
-    if isinstance(prompts[0], int):
-        return [prompts]
-    return [None if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
 def _require_logps(logprobs: dict[str, Any], ids: list[int], named: bool) -> None:
     """Refuse log-probabilities that are not those of a completion's tokens."""
-    if "content" in logprobs:  # of a chat
-        entries = logprobs["content"]
-        tokens, values = [entry["token"] for entry in entries], [entry["logprob"] for entry in entries]
-        tops = [top["logprob"] for entry in entries for top in entry["top_logprobs"]]
-    else:
-        tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
-        tops = [value for top in logprobs["top_logprobs"] if top is not None for value in top.values()]
+    tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
+    tops = [value for top in logprobs["top_logprobs"] if top is not None for value in top.values()]
     if named and tokens != [f"token_id:{token}" for token in ids]:
         raise ValueError("log-probabilities belong to other tokens than the sampled ones")
     if len(values) != len(ids):
@@ -101,9 +82,9 @@ def _require_logps(logprobs: dict[str, Any], ids: list[int], named: bool) -> Non
         raise ValueError(f"log-probabilities reach from {every.min():.3g} to {every.max():.3g}")
 
 
-def _routes(text: str, ids: list[int], prompt: list[int] | None) -> np.ndarray:
+def _routes(text: str, ids: list[int], prompt: list[int] | str) -> np.ndarray:
     """Return an array that vLLM sent as an .npy file in base64."""
     routes = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-    if routes.ndim != 3 or (prompt is not None and len(routes) != len(prompt) + len(ids) - 1):
+    if routes.ndim != 3 or (not isinstance(prompt, str) and len(routes) != len(prompt) + len(ids) - 1):
         raise ValueError(f"the routed experts of {len(ids)} tokens have the shape {routes.shape}")
     return routes

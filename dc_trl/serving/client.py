@@ -1,8 +1,9 @@
 """TRL's client of a vLLM server, extended by the weights that the server must hold and by limits of its requests."""
 
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from transformers import PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
 from .background import in_coroutine, pause
-from .connection import ONE_TRY, Connection, Patience, wait_until_one_is_up
+from .connection import ONE_TRY, Connection, Patience, persist, wait_until_up
 from .errors import ServerError, ServerRefusedError, ServerUnavailableError
 from .fit import PLAIN_CACHES, check_server, is_cpu
 
@@ -18,6 +19,8 @@ from .fit import PLAIN_CACHES, check_server, is_cpu
 LOADING = "loading-"  # prefix of the version of weights that are not completely loaded
 UNNAMED = "default"  # version of the weights with which a server starts
 _AS_JSON = {"config_format": "json"}
+T = TypeVar("T")
+Fits: TypeAlias = "Callable[[ServerClient], None]"  # raises a ServerError if a server does not fit the run
 _told = set[str]()  # addresses of servers of which a run was told that it counts their weights' versions
 
 
@@ -39,13 +42,15 @@ class Weights(NamedTuple):
 
 
 class RolloutSeeds:
-    """Seeds of the prompts of a rollout, derived from one number of PyTorch's generator.
+    """Seeds of the prompts of a rollout, derived from one number of PyTorch's generator, and their sessions.
 
-    Checkpoints store that generator, so a resumed run samples the same completions as an uninterrupted one.
+    Checkpoints store that generator, so a resumed run samples the same completions as an uninterrupted one. A session
+    names a conversation, which a router keeps on the server that has its turns in the prefix cache.
     """
 
     def __init__(self) -> None:
         self._rollout_seed: int | None = None
+        self._sessions: dict[tuple[int, ...], str] = {}  # by first prompt, of the last requests
 
     def draw(self, seed: int | None = None) -> int:
         """Draw the number of the next rollout and return it; otherwise `requests` draws it.
@@ -62,7 +67,8 @@ class RolloutSeeds:
         Greedy requests get no seed. A seed in the body is kept, so that all prompts draw the same numbers.
         """
         prompts = body["prompt"]
-        requests = [body | {"prompt": [prompt]} for prompt in prompts]
+        sessions = zip(prompts, self._sessions_of(prompts), strict=True)
+        requests = [body | {"prompt": [prompt], "session_id": session} for prompt, session in sessions]
         if body["temperature"] > 0 and body.get("seed") is None:
             rollout_seed = self.draw() if self._rollout_seed is None else self._rollout_seed
             # vLLM adds the number of a completion to the seed of its prompt, so the seeds must be far apart.
@@ -75,34 +81,108 @@ class RolloutSeeds:
         """End the rollout, so that the next one gets other seeds."""
         self._rollout_seed = None
 
+    def _sessions_of(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """Return the session of each prompt: that of the longest first prompt with which it begins, or a new one."""
+        lengths = sorted({len(first) for first in self._sessions}, reverse=True)
+        firsts = [
+            next((prompt[:length] for length in lengths if prompt[:length] in self._sessions), prompt)
+            for prompt in map(tuple, prompts)
+        ]
+        self._sessions = {first: self._sessions.get(first) or uuid.uuid4().hex for first in firsts}
+        return [self._sessions[first] for first in firsts]
+
 
 class RolloutClient(VLLMClient):
     """What a client of one server and of several have in common.
 
+    `generate` is tried again if the servers fail. Each prompt is a separate request with its own seed, so that the
+    same run samples the same completions again. Once the client has been given weights, completions count only if the
+    servers held these weights before and after them; a server that lost them loads them first.
+
     Attributes:
         weights: weights that the servers must hold for a rollout; None to accept any.
         seeds: seeds of the prompts of rollouts.
+        servers: clients of the servers that sample; of one server, the client itself.
+        vocabulary: bound below which all token ids of the model are; None if it is unknown.
         routed_experts: experts with which the last completions were sampled, each of shape (tokens of prompt and
             completion less one, decoder layers, k), unsigned; None where the server does not return them.
     """
 
-    def __init__(self) -> None:  # TRL's constructor connects to one server
+    all_needed = False  # whether everything that is asked has to be up before another try, and not one of them
+
+    def __init__(self, servers: "Sequence[ServerClient]", connections: Sequence[Connection]):
+        # TRL's constructor connects to one server. The first connection sends the requests for completions.
+        self.servers, self.connections, self.connection = servers, connections, connections[0]
+        self.patience, self.report = self.connection.patience, self.connection.report
+        if self not in servers:  # they are tried again together
+            for server in servers:
+                server.connection.patience = self.patience._replace(max_retries=0)
         self.weights: Weights | None = None
         self.seeds = RolloutSeeds()
+        self.vocabulary: int | None = None
         self.routed_experts: list[np.ndarray | None] = []
 
-    def _take_choices(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an answer with these choices for TRL, which does not pass the experts on."""
+    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Generate as TRL's `VLLMClient.generate` does.
+
+        Raises:
+            ServerError: the servers refused or failed in all tries, or their answers cannot be used for a rollout of
+                their weights.
+        """
+        ask = super().generate
+
+        def sample(first: bool) -> dict[str, Any]:
+            self.hold(self.weights, reload=not first)
+            output = ask(*args, **kwargs)
+            in_coroutine(self.require_kept(self.weights))
+            return output
+
+        try:
+            return self.persist(sample)
+        finally:
+            self.seeds.forget()  # not earlier, so that another try samples the same completions
+
+    def load(self, weights: Weights) -> None:
+        """Load weights from their checkpoint, unless they are there; later rollouts use these weights.
+
+        Raises:
+            ServerError: they cannot be loaded, or all tries failed.
+        """
+        self.weights = weights
+        self.persist(lambda first: self.hold(weights, reload=not first))
+
+    def persist(self, action: Callable[[bool], T]) -> T:
+        """Return the result of an action, which may be tried again; see `connection.persist`."""
+        return persist(self.connections, action, self.patience, self.report, self.all_needed)
+
+    def hold(self, weights: Weights | None, reload: bool) -> None:
+        """Load weights into servers that do not hold them, or that may not (`reload`), in one try; None accepts any.
+
+        Raises:
+            ServerUnavailableError: the load failed, or a server holds other weights afterwards.
+            ServerError: there is no checkpoint from which to load them.
+        """
+        raise NotImplementedError
+
+    async def require_kept(self, weights: Weights | None) -> None:
+        """Raise a `ServerUnavailableError` if completions may be of other weights, unless each has been checked."""
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        path = url.removeprefix(self.base_url)
+        if path != "/v1/completions":
+            return self.connection.request("POST", path, **kwargs)
+        # Each prompt is a separate request, since only a request can have a seed.
+        choices = self._complete(self.seeds.requests(kwargs["json"]))
+        # TRL does not pass the experts on.
         self.routed_experts = [choice.get("routed_experts") for choice in choices]
         return {"choices": choices}
+
+    def _complete(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return self.connection.complete_all(requests, self.vocabulary)
 
 
 class ServerClient(RolloutClient):
     """Client of a vLLM server whose weights are replaced during training.
-
-    `generate` is tried again if the server fails. Each prompt is a separate request with its own seed, so that the
-    same run samples the same completions again. Once the client has been given weights, completions count only if the
-    server held these weights before and after them; a server that lost them loads them first.
 
     Args:
         base_url: address of the server, "http://127.0.0.1:8000".
@@ -112,10 +192,9 @@ class ServerClient(RolloutClient):
         report: function that takes a line about what is happening.
 
     Attributes:
-        connection: connection that sends the requests.
-        vocabulary: bound below which all token ids of its model are; None if it is unknown.
         vllm: version of vLLM that the server names.
         kv_cache_dtype: dtype of its KV cache as it names it, "auto" for that of the model; None before `require_fit`.
+        lost, answered: as one of several, why it gets no prompts, and the number of prompts that it has answered.
 
     Raises:
         ServerUnavailableError: the server is not up within `start_timeout`.
@@ -131,11 +210,10 @@ class ServerClient(RolloutClient):
         patience: Patience = ONE_TRY,
         report: Callable[[str], None] = print,
     ):
-        super().__init__()
-        self._report = report
-        self.connection = Connection(base_url, patience, report)
-        self.vocabulary: int | None = None
+        super().__init__([self], [Connection(base_url, patience, report)])
         self.kv_cache_dtype: str | None = None
+        self.lost: str | None = None
+        self.answered = 0
         self._counted: tuple[str, str] | None = None  # where the server cannot: its start, and its weights' version
         with self.connection.task() as end, self.connection.reading("/v1/models, /version or /server_info"):
             self.check_server(min(start_timeout, end.left))
@@ -152,7 +230,7 @@ class ServerClient(RolloutClient):
             self._counted = self.get_server_info()["instance_id"], UNNAMED
             if self.base_url not in _told:
                 _told.add(self.base_url)
-                self._report(
+                self.report(
                     f"vLLM {self.vllm} at {self.base_url} has no /weight_info (0.31 has it): this run counts the "
                     "versions of the weights itself. It notices when the server is restarted, and does not notice "
                     "when another run loads weights into it: let no other run use it."
@@ -161,67 +239,24 @@ class ServerClient(RolloutClient):
     # --- TRL's ways to the server -----------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
-        """Wait until the server is up; see `wait_until_one_is_up`."""
-        wait_until_one_is_up([self.connection], total_timeout, self._report)
+        """Wait until the server is up; see `wait_until_up`."""
+        wait_until_up([self.connection], total_timeout, self.report)
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the server's resolved configuration (`VllmConfig`) as a JSON tree."""
-        return self.connection.get("/server_info", params=_AS_JSON)["vllm_config"]
+        return self._server_info()["vllm_config"]
+
+    def _server_info(self) -> dict[str, Any]:
+        return self.connection.get("/server_info", params=_AS_JSON)
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self.connection.get(url.removeprefix(self.base_url), **kwargs)
 
-    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        path = url.removeprefix(self.base_url)
-        if path == "/v1/completions":
-            # Each prompt is a separate request, since only a request can have a seed.
-            return self._take_choices(
-                self.connection.complete_all(self.seeds.requests(kwargs["json"]), self.vocabulary)
-            )
-        return self.connection.request("POST", path, **kwargs)
-
-    # --- rollouts ---------------------------------------------------------------------------------------------------
-
-    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Generate as TRL's `VLLMClient.generate` does.
-
-        Raises:
-            ServerError: the server refused or failed in all tries, or its answer cannot be used for a rollout of its
-                weights.
-        """
-        ask = super().generate
-
-        def sample(first: bool) -> dict[str, Any]:
-            if self.weights is None:
-                return ask(*args, **kwargs)
-            self.hold(self.weights, reload=not first)
-            output = ask(*args, **kwargs)
-            self.require_version(self.weight_version(), self.weights)
-            return output
-
-        try:
-            return self.connection.persist(sample)
-        finally:
-            self.seeds.forget()  # not earlier, so that another try samples the same completions
-
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    def load(self, weights: Weights) -> None:
-        """Load weights into the server from their checkpoint, unless it holds them; later rollouts use these weights.
-
-        Raises:
-            ServerError: the server cannot load them, or failed in all tries.
-        """
-        self.weights = weights
-        self.connection.persist(lambda first: self.hold(weights, reload=not first))
-
-    def hold(self, weights: Weights, reload: bool) -> None:
-        """Load weights into a server that does not hold them, or that may not (`reload`), in one try.
-
-        Raises:
-            ServerUnavailableError: the load failed, or the server holds other weights afterwards.
-            ServerError: there is no checkpoint from which to load them.
-        """
+    def hold(self, weights: Weights | None, reload: bool) -> None:
+        if weights is None:
+            return
         if weights.adapter is not None:
             self.model = weights.version  # which requests name
         served = self.weight_version()
@@ -233,14 +268,18 @@ class ServerClient(RolloutClient):
                 "uses it), and a restarted server cannot rejoin weight_sync='nccl': resume from the last checkpoint "
                 "with a fresh server, or use weight_sync='checkpoint'."
             )
-        if weights.adapter is None:
-            self.load_checkpoint(str(weights.checkpoint), weights.version)
-        else:
-            self._load_beside(weights, "" if reload else served)
+        self.name_weights(LOADING + weights.version)
+        run = weights.version.rpartition("-")[0]
+        if weights.adapter is None or reload or served.rpartition("-")[0] != run:  # the base of a run stays the same
+            method = "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
+            self._collective_rpc(method, weights_path=str(weights.checkpoint))
+            self.reset_prefix_cache()
+        if weights.adapter is not None:
+            self._load_beside(weights, run)
+        self.name_loaded(weights.version)
 
-    def require_version(self, served: str, weights: Weights) -> None:
-        """Raise a `ServerUnavailableError` if the server held another version of the weights after completions."""
-        if served != weights.version:
+    async def require_kept(self, weights: Weights | None) -> None:
+        if weights is not None and await self.aweight_version() != weights.version:
             raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
 
     def require_fit(self, config: PretrainedConfig, **needs: Any) -> None:
@@ -254,18 +293,16 @@ class ServerClient(RolloutClient):
             ServerError: the server does not fit; the message names the option of `vllm serve` to change.
         """
         with self.connection.reading("/server_info"):
-            info, layers = self.connection.persist(lambda first: (self.get_server_info(), self.layers()))
-            check_server(info, layers, config=config, **needs)
-            self.kv_cache_dtype = cache = info["cache_config"]["cache_dtype"]
-            if needs.get("lora_rank"):
-                answer = self.connection.get("/server_info", params=_AS_JSON)
-                if not answer["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
-                    raise ServerError(
-                        f"vLLM at {self.base_url} takes adapters only when it starts: start it with "
-                        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, or with dc-trl serve."
-                    )
+            info, layers = self.connection.persist(lambda first: (self._server_info(), self.layers()))
+            check_server(info["vllm_config"], layers, config=config, **needs)
+            self.kv_cache_dtype = cache = info["vllm_config"]["cache_config"]["cache_dtype"]
+            if needs.get("lora_rank") and not info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
+                raise ServerError(
+                    f"vLLM at {self.base_url} takes adapters only when it starts: start it with "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, or with dc-trl serve."
+                )
         if needs["scheme"] is None and cache not in PLAIN_CACHES:
-            self._report(f"vLLM at {self.base_url} has its KV cache in {cache}, which the mismatch contains")
+            self.report(f"vLLM at {self.base_url} has its KV cache in {cache}, which the mismatch contains")
         self.vocabulary = config.get_text_config().vocab_size
 
     def layers(self) -> str:
@@ -278,44 +315,20 @@ class ServerClient(RolloutClient):
 
     async def aweight_version(self) -> str:
         """Do the same as `weight_version` in an event loop."""
-        if self._counted is None:
-            answer = await self.connection.arequest("GET", "/weight_info")
-            with self.connection.reading("/weight_info"):
+        path = "/weight_info" if self._counted is None else "/server_info"
+        answer = await self.connection.arequest("GET", path, params=_AS_JSON)
+        with self.connection.reading(path):
+            if self._counted is None:
                 return answer["weight_version"]
-        info = await self.connection.arequest("GET", "/server_info", params=_AS_JSON)
-        start, version = self._counted
-        with self.connection.reading("/server_info"):
-            return version if info["vllm_config"]["instance_id"] == start else UNNAMED
+            start, version = self._counted
+            return version if answer["vllm_config"]["instance_id"] == start else UNNAMED
 
-    def load_checkpoint(self, directory: str, weight_version: str) -> None:
-        """Make the server reload its weights in place and clear the cache that it filled with the old ones.
-
-        Args:
-            directory: path of the checkpoint, as the server sees it.
-            weight_version: see `name_weights`.
-
-        Raises:
-            ServerUnavailableError: the load failed, or the server is loading other weights.
-        """
-        self.name_weights(LOADING + weight_version)
-        self._reload(directory)
-        self.name_loaded(weight_version)
-
-    def _reload(self, directory: str) -> None:
-        method = "reload_checkpoint" if is_cpu(self.get_server_info()) else "reload_weights"
-        self._collective_rpc(method, weights_path=directory)
-        self.reset_prefix_cache()
-
-    def _load_beside(self, weights: Weights, served: str) -> None:
-        """Load an adapter, after its base if the version that is served is not of the same run, which has one base.
+    def _load_beside(self, weights: Weights, run: str) -> None:
+        """Load an adapter beside its base, in the place of others of the same run.
 
         Each version has a name of its own: vLLM 0.31 reads an adapter that was loaded in place (`load_inplace`) from
         its folder again in each step of the engine, and keeps the prefix cache of the old one.
         """
-        self.name_weights(LOADING + weights.version)
-        run = weights.version.rpartition("-")[0]
-        if served.rpartition("-")[0] != run:
-            self._reload(str(weights.checkpoint))
         with self.connection.reading("/v1/models"):
             names = [model["id"] for model in self.connection.get("/v1/models")["data"]]
         for name in names:
@@ -323,7 +336,6 @@ class ServerClient(RolloutClient):
                 self.connection.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
         adapter = {"lora_name": weights.version, "lora_path": str(weights.adapter)}
         self.connection.request("POST", "/v1/load_lora_adapter", json=adapter)
-        self.name_loaded(weights.version)
 
     def name_weights(self, weight_version: str) -> None:
         """Set the server's name for its present weights.

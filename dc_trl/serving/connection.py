@@ -7,7 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
@@ -85,7 +85,7 @@ class Connection:
             raise ServerError(f"{url!r} is not an address of a vLLM server: use http://HOST:PORT.")
         self.url = url.rstrip("/")
         self.patience = patience
-        self._report = report
+        self.report = report
         self._deadline: Deadline | None = None
         key = os.environ.get("VLLM_API_KEY")
         self._options: dict[str, Any] = {
@@ -126,7 +126,9 @@ class Connection:
 
     async def complete(self, body: dict[str, Any], vocabulary: int | None) -> list[dict[str, Any]]:
         """Return the completions that answer a body for /v1/completions; see `require_rollout`."""
-        answer = await self.arequest("POST", "/v1/completions", json=body)
+        # Routers keep a session, which vLLM takes in the body too, on one server.
+        headers = {"X-Session-ID": body["session_id"]} if "session_id" in body else {}
+        answer = await self.arequest("POST", "/v1/completions", json=body, headers=headers)
         return require_rollout(body, answer, self.url, vocabulary)
 
     def complete_all(self, bodies: Sequence[dict[str, Any]], vocabulary: int | None) -> list[dict[str, Any]]:
@@ -211,9 +213,8 @@ class Connection:
     # --- tries ------------------------------------------------------------------------------------------------------
 
     def persist(self, action: Callable[[bool], T]) -> T:
-        """Call `persist` with this server, in a task of its own."""
-        with self.task() as deadline:
-            return persist([self], action, self.patience, deadline, self._report)
+        """Call `persist` with this server."""
+        return persist([self], action, self.patience, self.report)
 
     async def apersist(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do the same as `persist` in an event loop, without reports, since many requests fail at once there."""
@@ -243,18 +244,22 @@ class Connection:
         return None if status == 200 else f"HTTP {status}"
 
 
-def wait_until_one_is_up(servers: Sequence[Connection], timeout: float, report: Callable[[str], None]) -> None:
-    """Wait until one of the servers is up, and report the wait; else raise a `ServerUnavailableError`."""
+def wait_until_up(
+    servers: Sequence[Connection], timeout: float, report: Callable[[str], None], all_needed: bool = False
+) -> None:
+    """Wait until one of the servers is up, or all, and report the wait; else raise a `ServerUnavailableError`."""
     begin = time.monotonic()
     reported = begin - 10
-    setting = "vllm_server_base_url" if len(servers) == 1 else "vllm_server_base_urls"
-    while None not in (reasons := dict.fromkeys(server.why_down(min(5.0, timeout + 1)) for server in servers)):
+    while True:
+        down = {server.url: reason for server in servers if (reason := server.why_down(min(5.0, timeout + 1)))}
+        if not down or (len(down) < len(servers) and not all_needed):
+            return
         waited = time.monotonic() - begin
-        urls, reason = " and ".join(server.url for server in servers), ", ".join(map(str, reasons))
+        urls, reason = " and ".join(down), ", ".join(dict.fromkeys(down.values()))
         if waited >= timeout:
             raise ServerUnavailableError(
-                f"no vLLM server answers at {urls} after {timeout:g} s ({reason}): start one with "
-                f"dc-trl serve, correct {setting}, or raise vllm_server_timeout."
+                f"no vLLM server answers at {urls} after {timeout:g} s ({reason}): start one with dc-trl serve, "
+                "correct vllm_server_base_url or vllm_server_base_urls, or raise vllm_server_timeout."
             )
         if time.monotonic() - reported >= 10:
             reported = time.monotonic()
@@ -266,16 +271,16 @@ def persist(
     servers: Sequence[Connection],
     action: Callable[[bool], T],
     patience: Patience,
-    deadline: Deadline,
     report: Callable[[str], None],
+    all_needed: bool = False,
 ) -> T:
     """Return the result of an action on servers; try again if it fails with a `ServerUnavailableError`.
 
     Args:
-        servers: servers of which one has to be up before another try.
+        servers: servers of which one has to be up before another try, or all if `all_needed`. All tries and the waits
+            between them are one task of each.
         action: function that is told whether this is the first try.
         patience: number of tries, and time limits.
-        deadline: deadline of all tries and the waits between them.
         report: function that takes a line about what is happening.
 
     Raises:
@@ -283,16 +288,20 @@ def persist(
         ServerError: another try would not help.
     """
     failed = 0
-    while True:
-        try:
-            if failed > 0:
-                wait_until_one_is_up(servers, min(patience.server_timeout, deadline.left), report)
-            return action(failed == 0)
-        except ServerUnavailableError as error:
-            failed += 1
-            seconds = seconds_to_next_try(error, failed, patience, deadline)
-            report(f"{error}; try {failed + 1} of {patience.max_retries + 1} follows")
-        pause(seconds)
+    with ExitStack() as stack:
+        deadline = Deadline(patience.time_limit)
+        for server in servers:
+            deadline = stack.enter_context(server.task(deadline))
+        while True:
+            try:
+                if failed > 0:
+                    wait_until_up(servers, min(patience.server_timeout, deadline.left), report, all_needed)
+                return action(failed == 0)
+            except ServerUnavailableError as error:
+                failed += 1
+                seconds = seconds_to_next_try(error, failed, patience, deadline)
+                report(f"{error}; try {failed + 1} of {patience.max_retries + 1} follows")
+            pause(seconds)
 
 
 def is_local(url: str) -> bool:

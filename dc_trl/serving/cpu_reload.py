@@ -66,35 +66,31 @@ def _without_onednn(product: Callable[..., Any]) -> Callable[..., Any]:
 _FP8_PRODUCTS = avoid_onednns_reference()
 
 
-def reload_checkpoint(worker: Any, weights_path: str) -> None:
-    """Reload the weights of a CPU worker from a checkpoint directory, including the packed copies."""
-    for module in worker.get_model().modules():
-        if isinstance(module, RoutedExperts):
-            module.quant_method.moe_kernel = None
-    scales = []
-    create = _custom_ops.create_onednn_scaled_mm
-
-    def create_and_keep(weight: Any, weight_scales: Any, *args: Any) -> Any:
-        scales.append(weight_scales)
-        return create(weight, weight_scales, *args)
-
-    # The reload would also pack embeddings, which takes half of its time and is useless: no product uses them.
-    with (
-        patch.object(_custom_ops, "create_onednn_scaled_mm", create_and_keep),
-        patch.object(UnquantizedEmbeddingMethod, "process_weights_after_loading", lambda method, layer: None),
-    ):
-        worker.reload_weights(weights_path=weights_path)
-    # The scales must live as long as the kernels that point to them.
-    worker.scales_in_use = scales
-    # A model without a separate head multiplies by its embedding. In vLLM a head is a kind of embedding.
-    embeddings = [module for module in worker.get_model().modules() if isinstance(module, VocabParallelEmbedding)]
-    heads = [module for module in embeddings if isinstance(module, ParallelLMHead)]
-    for module in heads or embeddings:
-        module.quant_method.process_weights_after_loading(module)
-
-
 class CPUReloadExtension:
     """Methods that vLLM adds to its worker, for `collective_rpc`."""
 
-    def reload_checkpoint(self, weights_path: str) -> None:
-        reload_checkpoint(self, weights_path)
+    def reload_checkpoint(worker: Any, weights_path: str) -> None:  # noqa: N805 (it becomes a method of the worker)
+        """Reload the weights of a CPU worker from a checkpoint directory, including the packed copies."""
+        for module in worker.get_model().modules():
+            if isinstance(module, RoutedExperts):
+                module.quant_method.moe_kernel = None
+        scales = []
+        create = _custom_ops.create_onednn_scaled_mm
+
+        def create_and_keep(weight: Any, weight_scales: Any, *args: Any) -> Any:
+            scales.append(weight_scales)
+            return create(weight, weight_scales, *args)
+
+        # The reload would also pack embeddings, which takes half of its time and is useless: no product uses them.
+        with (
+            patch.object(_custom_ops, "create_onednn_scaled_mm", create_and_keep),
+            patch.object(UnquantizedEmbeddingMethod, "process_weights_after_loading", lambda method, layer: None),
+        ):
+            worker.reload_weights(weights_path=weights_path)
+        # The scales must live as long as the kernels that point to them.
+        worker.scales_in_use = scales
+        # A model without a separate head multiplies by its embedding. In vLLM a head is a kind of embedding.
+        embeddings = [module for module in worker.get_model().modules() if isinstance(module, VocabParallelEmbedding)]
+        heads = [module for module in embeddings if isinstance(module, ParallelLMHead)]
+        for module in heads or embeddings:
+            module.quant_method.process_weights_after_loading(module)

@@ -1,53 +1,19 @@
 """Several vLLM servers that hold the same weights, with the interface of one."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack
 from functools import partial
 from itertools import cycle
 from typing import Any, TypeVar
 
 from .background import all_of, in_coroutine, in_thread
-from .client import RolloutClient, ServerClient, Weights
-from .connection import MAX_CONCURRENT, Deadline, Patience, persist
+from .client import Fits, RolloutClient, ServerClient, Weights
+from .connection import MAX_CONCURRENT
 from .errors import ServerError, ServerUnavailableError
 
 
 T = TypeVar("T")
-Fits = Callable[[ServerClient], None]  # raises a ServerError if a server does not fit the run
-
-
-class PooledServer:
-    """One of several servers and its state."""
-
-    def __init__(self, client: ServerClient, fits: Fits):
-        self.client = client
-        self.url = client.connection.url
-        self._fits = fits
-        fits(client)
-        self.lost: str | None = None  # why it gets no prompts
-        self.answered = 0  # number of prompts
-
-    def prepare(self, weights: Weights | None, deadline: Deadline) -> None:
-        """Make the server hold the weights, in one try; a lost server must be up again, and fit."""
-        connection = self.client.connection
-        with connection.task(deadline):
-            if (reason := connection.why_down()) is not None:
-                raise ServerUnavailableError(f"vLLM at {self.url} is not up ({reason})")
-            if self.lost is not None:  # it may have been restarted with other options
-                self._fits(self.client)
-            if weights is not None:
-                # A lost server may have loaded weights without an answer.
-                self.client.hold(weights, reload=self.lost is not None)
-
-    async def complete(self, request: dict[str, Any], weights: Weights | None) -> list[dict[str, Any]]:
-        """Return the completions that answer a request, if they are from the weights."""
-        client = self.client
-        choices = await client.connection.complete(request | {"model": client.model}, client.vocabulary)
-        if weights is not None:
-            client.require_version(await client.aweight_version(), weights)
-        return choices
 
 
 class ServerPool(RolloutClient):
@@ -62,120 +28,90 @@ class ServerPool(RolloutClient):
     are lost are rollouts and synchronizations tried again, and they fail as with a single server.
 
     Args:
-        urls: addresses of the servers, "http://127.0.0.1:8000"; at least two.
+        servers: clients of the servers, at least two.
         fits: function that raises a `ServerError` if a server does not fit the run.
-        start_timeout: seconds to wait until all servers are up.
-        patience: time limits and number of tries of requests.
-        report: function that takes a line about what is happening.
-
-    Attributes:
-        servers: the servers, in the order of `urls`.
-        weights, routed_experts, seeds: see `RolloutClient`.
-
-    Raises:
-        ServerError: a server is not up within `start_timeout`, or does not fit; the message names all of them.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        fits: Fits,
-        start_timeout: float,
-        patience: Patience,
-        report: Callable[[str], None] = print,
-    ):
-        super().__init__()
-        self._patience, self._report = patience, report
+    def __init__(self, servers: Sequence[ServerClient], fits: Fits):
+        super().__init__(servers, [server.connection for server in servers])
+        self.model, self._fits = servers[0].model, fits
+        self.base_url = " and ".join(server.base_url for server in servers)  # for messages
 
-        def meet(url: str) -> PooledServer:
-            client = ServerClient(url, start_timeout=start_timeout, patience=patience, report=report)
-            server = PooledServer(client, fits)
-            client.connection.patience = patience._replace(max_retries=0)  # from now on, other servers can take over
-            return server
+    def hold(self, weights: Weights | None, reload: bool) -> None:
+        """Make the servers hold weights; those that fail are lost, and it fails if all of them do."""
 
-        self.servers = meet_all(urls, meet)
-        self.model = self.servers[0].client.model
-        self.base_url = " and ".join(server.url for server in self.servers)  # for messages
-
-    # --- weights ----------------------------------------------------------------------------------------------------
-
-    def load(self, weights: Weights) -> None:
-        """Load weights from one checkpoint into all servers at once; later rollouts use these weights.
-
-        Raises:
-            ServerError: no server has loaded them.
-        """
-        self.weights = weights
-        self._persist(self._prepare_servers)
-
-    def _prepare_servers(self, deadline: Deadline) -> list[PooledServer]:
-        """Return the servers that hold the weights of the rollouts; each has just been asked."""
-        tasks = {server: in_thread(partial(server.prepare, self.weights, deadline)) for server in self.servers}
-        wait(tasks.values())
-        failures: dict[str, BaseException | None] = {}
-        for server, task in tasks.items():
-            failures[server.url] = error = task.exception()
-            if error is not None:
-                self.lose(server, error)
-            elif server.lost is not None:
+        def prepare(server: ServerClient) -> ServerError | None:
+            try:
+                if (reason := server.connection.why_down()) is not None:
+                    raise ServerUnavailableError(f"vLLM at {server.base_url} is not up ({reason})")
+                if server.lost is not None:  # it may have been restarted with other options
+                    self._fits(server)
+                # A lost server may have loaded weights without an answer.
+                server.hold(weights, reload=server.lost is not None)
+            except ServerError as error:
+                self._lose(server, error)
+                return error
+            if server.lost is not None:
                 server.lost = None
-                self._report(f"vLLM at {server.url} is back, and takes prompts again")
-        ready = [server for server in self.servers if server.lost is None]
-        if not ready:
-            raise_failures(failures)
-        return ready
+                self.report(f"vLLM at {server.base_url} is back, and takes prompts again")
+            return None
 
-    def lose(self, server: PooledServer, error: BaseException) -> None:
+        failures = at_once({server.base_url: partial(prepare, server) for server in self.servers})
+        if None not in failures:
+            raise_failures(dict(zip([server.base_url for server in self.servers], failures, strict=True)))
+
+    def _lose(self, server: ServerClient, error: BaseException) -> None:
         """Give a server no more prompts until it holds the weights again."""
         if str(error) != server.lost:  # a server that stays away is not reported again
-            self._report(f"vLLM at {server.url} gets no prompts until it holds the weights again: {error}")
+            self.report(f"vLLM at {server.base_url} gets no prompts until it holds the weights again: {error}")
         server.lost = str(error)
 
-    def _persist(self, action: Callable[[Deadline], Any]) -> None:
-        deadline = Deadline(self._patience.time_limit)
-        connections = [server.client.connection for server in self.servers]
-        persist(connections, lambda first: action(deadline), self._patience, deadline, self._report)
-
-    # --- rollouts ---------------------------------------------------------------------------------------------------
-
-    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        """Return the answer of all servers together to the request that TRL writes for all prompts."""
-        body = kwargs["json"]
-        requests = self.seeds.requests(body)
-        self.seeds.forget()
-        answers: list[list[dict[str, Any]] | None] = [None] * len(requests)
+    def _complete(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        answers: list[list[dict[str, Any]]] = [[] for _ in requests]
         room = asyncio.Semaphore(MAX_CONCURRENT)
 
-        async def ask(server: PooledServer, number: int) -> None:
+        async def ask(server: ServerClient, number: int) -> None:
             try:
                 async with room:
-                    answers[number] = await server.complete(requests[number], self.weights)
+                    request = requests[number] | {"model": server.model}
+                    choices = await server.connection.complete(request, server.vocabulary)
+                    await server.require_kept(self.weights)
+                answers[number] = choices
                 server.answered += 1
             except ServerUnavailableError as error:
-                self.lose(server, error)
+                self._lose(server, error)
 
-        def go_on(deadline: Deadline) -> None:
-            ready = self._prepare_servers(deadline)
-            with ExitStack() as stack:
-                for server in ready:
-                    stack.enter_context(server.client.connection.task(deadline))
-                while left := [number for number, answer in enumerate(answers) if answer is None]:
-                    living = [server for server in ready if server.lost is None]
-                    if not living:
-                        raise ServerUnavailableError("; ".join(str(server.lost) for server in ready))
-                    in_coroutine(all_of(map(ask, cycle(living), left)))
-
-        self._persist(go_on)
-        return self._take_choices([choice for choices in answers if choices is not None for choice in choices])
+        while left := [number for number, answer in enumerate(answers) if not answer]:
+            living = [server for server in self.servers if server.lost is None]
+            if not living:
+                raise ServerUnavailableError("; ".join(str(server.lost) for server in self.servers))
+            in_coroutine(all_of(map(ask, cycle(living), left)))
+        return [choice for choices in answers for choice in choices]
 
 
-def meet_all(urls: Sequence[str], meet: Callable[[str], T]) -> list[T]:
-    """Return what a function returns for each server, all at once; a `ServerError` names all that were not met."""
-    meetings = {url: in_thread(partial(meet, url)) for url in urls}
-    wait(meetings.values())
-    raise_failures({url: meeting.exception() for url, meeting in meetings.items()})
-    return [meeting.result() for meeting in meetings.values()]
+def meet_servers(urls: Sequence[str], fits: Fits, **options: Any) -> list[ServerClient]:
+    """Return clients of servers, in the order of their addresses, once all of them are up and fit.
+
+    The options are those of `ServerClient`.
+
+    Raises:
+        ServerError: a server is not up in time, or does not fit; the message names all of them.
+    """
+
+    def meet(url: str) -> ServerClient:
+        client = ServerClient(url, **options)
+        fits(client)
+        return client
+
+    return at_once({url: partial(meet, url) for url in urls})
+
+
+def at_once(actions: Mapping[str, Callable[[], T]]) -> list[T]:
+    """Return what functions return for servers, by address, all at once; a `ServerError` names all that failed."""
+    tasks = {url: in_thread(action) for url, action in actions.items()}
+    wait(tasks.values())
+    raise_failures({url: task.exception() for url, task in tasks.items()})
+    return [task.result() for task in tasks.values()]
 
 
 def raise_failures(failures: dict[str, BaseException | None]) -> None:

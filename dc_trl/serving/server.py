@@ -64,17 +64,15 @@ def free_port(host: str, port: int) -> int:
         ValueError: another process listens on the port, or the address is not one of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as listener:
-        # vLLM sets this too, since connections of a server that has ended may linger.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
+    try:
+        # As vLLM does, it listens beside connections that linger of a server that has ended.
+        with socket.create_server((host, port), family=family) as listener:
             return listener.getsockname()[1]
-        except OSError as error:
-            raise ValueError(
-                f"host={host!r}, port={port} cannot be listened on ({error.strerror}): choose another port, or 0 for "
-                "a free one; the host must be an address of this machine."
-            ) from error
+    except OSError as error:
+        raise ValueError(
+            f"host={host!r}, port={port} cannot be listened on ({error.strerror}): choose another port, or 0 for a "
+            "free one; the host must be an address of this machine."
+        ) from error
 
 
 class VLLMServer:

@@ -189,7 +189,7 @@ CONTRADICTIONS = (
     ),
     Rule(
         "weight_sync",
-        {"vllm_server_base_urls": lambda c: len(c.vllm_server_base_urls or []) > 1},
+        {"vllm_server_base_urls": lambda c: len(c.vllm_server_base_urls or []) > (c.vllm_server_base_url is None)},
         "TRL streams to one server; set weight_sync='auto'",
         ["nccl"],
     ),

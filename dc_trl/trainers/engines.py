@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -146,41 +145,14 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     Raises:
         ServerError: a server is refused; the message names it, the reason and the option to change.
     """
-    from ..rollouts.vllm_backends import needs_checkpoint, raised_together
-    from ..serving.client import ServerClient
-    from ..serving.connection import Connection, Patience
+    from ..rollouts.vllm_backends import connect, needs_checkpoint, raised_together
     from ..serving.errors import ServerError
-    from ..serving.fit import require_shared_directory
-    from ..serving.pool import meet_all
 
-    one = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    urls = args.vllm_server_base_urls or [one]
     weight_sync: str = args.weight_sync
     if weight_sync == "auto":
-        # What else decides, the policy and its device, is not known yet.
-        by_file = args.lora_deployment == "adapter" or needs_checkpoint(args.deployment_scheme, urls, args.device)
-        weight_sync = "checkpoint" if by_file else "none"
-    seconds = min(60.0, args.vllm_request_timeout or math.inf)
-    patience = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
-
-    def meet(url: str) -> None:
-        ServerClient(
-            url, start_timeout=args.vllm_server_timeout, patience=patience, report=logger.warning
-        ).require_fit(
-            config,
-            scheme=args.deployment_scheme,
-            max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
-            logprobs=args.named_tokens,
-            weight_sync=weight_sync,
-            routing_replay=args.routing_replay,
-            lora_rank=int(args.lora_deployment == "adapter"),  # the adapter's own is not known yet
-        )
-
+        # What else decides, the policy and whether the GPU is shared, is not known yet.
+        weight_sync = "checkpoint" if needs_checkpoint(args, args.device) else "none"
+    least_rank = int(args.lora_deployment == "adapter")  # the adapter's own is not known yet
     with raised_together(ServerError):
-        if not PartialState().is_main_process:
-            return
-        for url in urls:
-            Connection(url)  # refuses what is no address
-        if weight_sync == "checkpoint":
-            require_shared_directory(args.weight_sync_dir, urls)
-        meet_all(urls, meet)
+        if PartialState().is_main_process:
+            connect(args, config, weight_sync, least_rank, longest_request=60.0)
