@@ -14,10 +14,7 @@ from .settings import CalibrationSettings
 
 @torch.no_grad()
 def train_logps(
-    policy: Policy,
-    prompts: Sequence[list[int]],
-    rollouts: Sequence[Rollout],
-    settings: CalibrationSettings,
+    policy: Policy, prompts: Sequence[list[int]], rollouts: Sequence[Rollout], settings: CalibrationSettings
 ) -> list[Tensor]:
     """Return log π_train of each rollout's tokens, as TRL's trainer computes it.
 
@@ -60,10 +57,7 @@ def train_logps(
 
 
 def _forward(
-    policy: Policy,
-    prompts: Sequence[list[int]],
-    rollouts: Sequence[Rollout],
-    settings: CalibrationSettings,
+    policy: Policy, prompts: Sequence[list[int]], rollouts: Sequence[Rollout], settings: CalibrationSettings
 ) -> list[Tensor]:
     """Score rollouts in one batch as TRL lays it out: prompts padded on the left, completions on the right."""
     device = policy.device

@@ -159,11 +159,7 @@ class CollapseMonitor:
     MISMATCH = ("discrepancy/mean", "sampling/sampling_logp_difference/mean")  # ours, and that of TRL's trainers
 
     def __init__(
-        self,
-        window: int = 10,
-        max_grad_norm: float = 1.0,
-        lambda_max: float | None = None,
-        fp16: bool = False,
+        self, window: int = 10, max_grad_norm: float = 1.0, lambda_max: float | None = None, fp16: bool = False
     ):
         require_number("window", window, Range(least=3, whole=True))
         self._rung: set[str] = set()

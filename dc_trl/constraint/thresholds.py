@@ -66,11 +66,7 @@ def reading(k3: float, may_lag: bool, level: float = 0.0) -> str:
 
 
 def drift_warning(
-    settings: ConstraintSettings,
-    metrics: Mapping[str, float],
-    may_lag: bool,
-    clips: bool = False,
-    level: float = 0.0,
+    settings: ConstraintSettings, metrics: Mapping[str, float], may_lag: bool, clips: bool = False, level: float = 0.0
 ) -> str | None:
     """Return a warning if the method of a run lost reward in our runs with such a mismatch; otherwise None.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..files import append_text, open_in_place
 from ..serving.guard import temporary_folder
-from ..settings.secrets import HIDDEN, is_secret_name, without_secrets
+from ..secrets import HIDDEN, is_secret_name, without_secrets
 
 
 # Those of `dc_trl.quantization.schemes`, which loads torch: the doctor has to speak where torch cannot be loaded.

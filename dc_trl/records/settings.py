@@ -7,7 +7,7 @@ from typing import Any
 
 from ..settings.fields import declared_default
 from ..settings.recipes import RECIPES
-from ..settings.secrets import hide_in_options, is_secret_name, without_secrets
+from ..secrets import hide_in_options, is_secret_name, without_secrets
 
 
 # TrainingArguments fills these in itself, and they do not affect what is learned.

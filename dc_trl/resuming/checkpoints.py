@@ -47,10 +47,7 @@ def on_main_process(action: Callable[[], Result]) -> Result:
     return result
 
 
-def resumable_checkpoint(
-    wanted: str | PathLike[str] | bool | None,
-    output_dir: str | PathLike[str],
-) -> str | None:
+def resumable_checkpoint(wanted: str | PathLike[str] | bool | None, output_dir: str | PathLike[str]) -> str | None:
     """Return the directory of the checkpoint that `resume_from_checkpoint` selects, or None.
 
     Args:

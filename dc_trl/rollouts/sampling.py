@@ -199,14 +199,7 @@ class ServerEngine:
         ServerError: no server answers at the URL, it needs a key, or it is loading weights.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        concurrency: int = 512,
-        max_retries: int = 3,
-        vocabulary: int | None = None,
-    ):
+    def __init__(self, url: str, *, concurrency: int = 512, max_retries: int = 3, vocabulary: int | None = None):
         # A completion may wait in the server for hours.
         self._connection = Connection(url, Patience(request_timeout=14400.0, max_retries=max_retries))
         self._concurrency = concurrency

@@ -123,12 +123,7 @@ class ScoreCentering:
             self._of_sampler = _Recorder(sampler.model, temperature, with_gradient=False)
 
     def __call__(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        width: int,
-        advantages: Tensor,
-        choices: Choices = NO_CHOICES,
+        self, input_ids: Tensor, attention_mask: Tensor, width: int, advantages: Tensor, choices: Choices = NO_CHOICES
     ) -> Centre:
         """Return the mean score at each completion token of the policy's latest forward with a gradient.
 

@@ -20,7 +20,7 @@ from ..files import open_in_place
 from ..quantization.checkpoint import write_deployable
 from ..quantization.schemes import quantizes_cache
 from ..settings.pretrained import load_config
-from ..settings.secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
+from ..secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
 from .connection import LOOPBACK, Connection
 from .errors import ServerError
 from .fit import CPU_EXTENSION, ROUTES_OPTION

@@ -59,9 +59,7 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         require_numbers(model, ranges_of(type(model)))
     # Small files fail early.
     config, tokenizer = load_config_and_tokenizer(
-        model.model_name_or_path,
-        revision=model.model_revision,
-        trust_remote_code=args.trust_remote_code,
+        model.model_name_or_path, revision=model.model_revision, trust_remote_code=args.trust_remote_code
     )
     tokenizer.padding_side = "left"  # as TRL sets it where it loads the tokenizer itself
     if args.use_vllm and args.vllm_mode == "server" and server.serve is None:

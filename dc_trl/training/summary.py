@@ -6,15 +6,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from ..files import write_text
-from ..records.runs import (
-    DEPLOYMENT_FOLDER,
-    FIGURE_FILE,
-    HISTORY_FILE,
-    MEASURED,
-    SUMMARY_FILE,
-    Run,
-    outcome,
-)
+from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, MEASURED, SUMMARY_FILE, Run, outcome
 from ..records.tables import print_table
 from ..records.verdict import verdict_of
 from ..settings.paths import serve_line
