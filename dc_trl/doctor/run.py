@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..files import append_text, open_in_place
-from ..serving.guard import temporary_folder
 from ..secrets import HIDDEN, is_secret_name, without_secrets
+from ..serving.guard import temporary_folder
 
 
 # Those of `dc_trl.quantization.schemes`, which loads torch: the doctor has to speak where torch cannot be loaded.

@@ -5,9 +5,9 @@ from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from ..secrets import hide_in_options, is_secret_name, without_secrets
 from ..settings.fields import declared_default
 from ..settings.recipes import RECIPES
-from ..secrets import hide_in_options, is_secret_name, without_secrets
 
 
 # TrainingArguments fills these in itself, and they do not affect what is learned.

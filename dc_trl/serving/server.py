@@ -19,8 +19,8 @@ import psutil
 from ..files import open_in_place
 from ..quantization.checkpoint import write_deployable
 from ..quantization.schemes import quantizes_cache
-from ..settings.pretrained import load_config
 from ..secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_options, without_secrets
+from ..settings.pretrained import load_config
 from .connection import LOOPBACK, Connection
 from .errors import ServerError
 from .fit import CPU_EXTENSION, ROUTES_OPTION
