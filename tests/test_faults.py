@@ -4,21 +4,11 @@ import json
 
 import pytest
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.serving.errors import ServerError
 
 from . import helpers
-from .helpers import (
-    TWO_PROCESSES,
-    at_server,
-    distinct_characters,
-    make_config,
-    make_model,
-    make_prompts,
-    make_tokenizer,
-    succeed,
-)
+from .helpers import TWO_PROCESSES, at_server, make_model, succeed
 from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 
@@ -104,15 +94,9 @@ def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_pa
     ids=["nobody", "address", "format", "length"],
 )
 def test_a_server_that_does_not_fit_is_refused(tmp_path, options, words):
-    with stub_server() as server:
-        waits = {"vllm_server_timeout": 60.0, "vllm_max_retries": 0}
-        config = make_config(tmp_path, **at_server(server.url) | waits | options)
-        with pytest.raises(ServerError) as error:
-            DCGRPOTrainer(
-                make_model(64), distinct_characters, config, make_prompts(), processing_class=make_tokenizer()
-            )
+    with stub_server() as server, pytest.raises(ServerError) as error:
+        make_trainer(server.url, tmp_path, **{"vllm_server_timeout": 60.0, "vllm_max_retries": 0} | options)
     assert all(word in str(error.value) for word in words), error.value
-    assert config.use_vllm
 
 
 def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monkeypatch):
