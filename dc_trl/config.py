@@ -113,8 +113,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     vllm_server_base_urls: list[str] | None = setting(
         None,
-        "Addresses of several vLLM servers that sample together; the prompts of one that fails go to the others. TRL's "
-        "vllm_server_base_url beside them is the address of a router before them (see docs/fast_loop.md).",
+        "Addresses of several vLLM servers that sample together; the prompts of one that fails go to the others. "
+        "TRL's vllm_server_base_url beside them is the address of a router before them (see docs/fast_loop.md).",
     )
     rollout_overlap: bool = setting(
         False,
