@@ -228,8 +228,8 @@ def test_nan_from_the_server_is_repaired_by_loading_the_weights_again(fp8_server
     assert "computed NaN" in caplog.text
     # A policy that is broken itself cannot be repaired: the run ends, and says so.
     trainer.model.model.norm.weight.data.fill_(float("nan"))
-    connection = trainer.vllm_generation.vllm_client.connection
-    connection.patience = connection.patience._replace(max_retries=1)
+    client = trainer.vllm_generation.vllm_client
+    client.patience = client.patience._replace(max_retries=1)
     trainer.vllm_generation.sync_weights()
     with pytest.raises(ServerError, match=r"computed NaN.*diverged.*tried 2 times"):
         trainer.vllm_generation.generate(PROMPTS, None, 1)
