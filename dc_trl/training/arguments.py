@@ -24,10 +24,8 @@ class ServerArguments:
         "'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run (use_vllm: "
         "true, vllm_mode: server). For a server that runs elsewhere set vllm_server_base_url.",
     )
-    serve_devices: str | None = setting(
-        None, "GPUs of the run's own server, as in CUDA_VISIBLE_DEVICES: '3' or '2,3'."
-    )
-    serve_options: list[str] = setting([], "Further options of vllm serve for the run's own server.")
+    serve_devices: str | None = setting(None, "GPUs of the server that 'auto' starts: '3' or '2,3'.")
+    serve_options: list[str] = setting([], "Further options of vllm serve for the server that 'auto' starts.")
 
     def __post_init__(self):
         require_fields(self)
