@@ -88,7 +88,7 @@ def add_prompts(parser: argparse.ArgumentParser, default: int) -> argparse._Acti
     """Add the options of a data set of prompts, and of the number of prompts, for `drawn_prompts`."""
     group = parser.add_argument_group("the prompts")
     add_fields(group, DataArguments, "dataset_name", *DATA_FIELDS)
-    group.add_argument("--prompts", type=int, default=default, help=f"number, drawn at random (default: {default})")
+    group.add_argument("--prompts", type=int, default=default, help=f"how many, drawn at random (default: {default})")
     return group
 
 

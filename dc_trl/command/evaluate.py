@@ -56,10 +56,10 @@ def make_parser() -> OptionParser:
         help=f"all ({', '.join(ALL)}), or of: {', '.join(BENCHMARKS)}; from the Hub or a local file",
     )
     problems.add_argument("--samples", type=int, help="k, samples for each problem (default: the paper's)")
-    problems.add_argument("--limit", type=int, help="number of problems of each benchmark, the first ones")
+    problems.add_argument("--limit", type=int, help="use only so many problems of each benchmark")
 
     sampling = parser.add_argument_group("the sampling")
-    sampling.add_argument("--max_tokens", type=int, default=Sampling().max_tokens, help="limit of an answer")
+    sampling.add_argument("--max_tokens", type=int, default=Sampling().max_tokens, help="most tokens of an answer")
     sampling.add_argument("--temperature", type=float, default=Sampling().temperature, help="0 is greedy")
     sampling.add_argument("--top_p", type=float, default=Sampling().top_p, help="1 truncates nothing")
     sampling.add_argument("--seed", type=int, default=0, help="from which each sample's seed is made (default: 0)")
