@@ -84,17 +84,17 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     score_centering: bool = setting(
         False,
-        "Take the mean of the score ∇ log π_train(v) over the sampler's distribution away from the score of each "
-        "sampled token (arXiv 2609.20807); see docs/corrections.md.",
+        "Subtract from the score ∇ log π_train of each sampled token the mean score under the sampler's distribution "
+        "(arXiv 2609.20807); see docs/corrections.md.",
     )
     score_centering_top_k: Annotated[int | None, COUNT] = setting(
         None,
         "Number of the sampler's most probable tokens that score_centering reads at each position. If it is not set, "
-        "the replica gives all tokens and vLLM 20, the most that an engine names by default (--max-logprobs).",
+        "the replica returns all tokens, and vLLM 20, the most that it returns by default (--max-logprobs).",
     )
     routing_replay: bool = setting(
         False,
-        "In a mixture of experts, the trainer's forward takes the experts that the engine chose for each token (R3, "
+        "In a mixture of experts, the trainer's forward uses the experts that the engine chose for each token (R3, "
         "arXiv 2510.11370); a vLLM server needs --enable-return-routed-experts.",
     )
     weight_sync: Literal["auto", "nccl", "checkpoint"] = setting(
@@ -104,8 +104,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     weight_sync_dir: str | None = setting(
         None,
-        "Directory for checkpoints on their way, which trainer and vLLM server both see under this path; by default "
-        "shared memory (/dev/shm), for a server on the same machine.",
+        "Directory that trainer and vLLM server both see under this path, through which checkpoints reach the server; "
+        "by default shared memory (/dev/shm), for a server on the same machine.",
     )
     weight_sync_steps: Annotated[int, COUNT] = setting(
         1,
@@ -132,11 +132,11 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     hub_deployment: HubDeployment = setting(
         "subfolder",
-        'Where a push puts the deployment checkpoint: "subfolder" is deployment/ of hub_model_id; "none": nowhere.',
+        'Where a push puts the deployment checkpoint: "subfolder", in deployment/ of hub_model_id; "none", nowhere.',
     )
     hub_base_model_id: str | None = setting(
         None,
-        "Hub id of a model that is loaded from a directory, by which a push names the base of adapter and card.",
+        "Hub id of a base model that is loaded from a directory; a push writes it into model card and adapter.",
     )
     length_aware_batches: bool = setting(
         True,
@@ -145,8 +145,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     )
     export_run: bool = setting(
         True,
-        "Leave history.jsonl, settings.json and run.png in output_dir, and with deployment_scheme also the deployable "
-        "checkpoint (deployment/), as save_model does; see docs/tour.md.",
+        "Write history.jsonl, settings.json and run.png into output_dir, and with deployment_scheme the deployable "
+        "checkpoint too (deployment/), as save_model does; see docs/tour.md.",
     )
 
     def __post_init__(self):
@@ -231,13 +231,13 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         if self.truncations and top_k <= 0:
             raise ValueError(
                 f"top_k={top_k} with top_p={self._sampling['top_p']!r} and min_p={self._sampling['min_p']!r} leaves "
-                "open how many tokens vLLM keeps, and it cannot name them all: set top_k too (for example 20), sample "
-                f"by the in-process replica (use_vllm=False, deployment_scheme), or set {self.without_comparison}."
+                "open how many tokens vLLM keeps, and it cannot return them all: set top_k too (for example 20), use "
+                f"the in-process replica (use_vllm=False, deployment_scheme), or set {self.without_comparison}."
             )
         name = "top_k" if self.truncations else "score_centering_top_k"
         most = top_k if self.truncations else self.score_centering_top_k or 0
         if self.vllm_mode == "colocate" and most > _COLOCATED_LOGPROBS:
             raise ValueError(
-                f"{name}={most} takes more tokens than an engine of vllm_mode='colocate' names "
+                f"{name}={most} needs more tokens at a position than vllm_mode='colocate' returns "
                 f"({_COLOCATED_LOGPROBS}): lower it, or use vllm_mode='server'."
             )

@@ -115,7 +115,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error.reason}): repair or remove the file.") from error
+        raise ValueError(f"{path} is not a text in UTF-8 ({error.reason}): repair or remove the file.") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): repair or remove the file.") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is no JSON object: repair or remove the file.")
+        raise ValueError(f"{path} does not hold a JSON object: repair or remove the file.")
     return found
 
 
@@ -137,7 +137,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ValueError(f"{path} holds {str(content)[:80]!r}: write a mapping of names to values.")
+        raise ValueError(f"{path} holds {str(content)[:80]!r}: write lines of the form 'name: value'.")
     return content
 
 
@@ -153,7 +153,7 @@ class _Loader(yaml.SafeLoader):
         names = [key.value for key, _ in node.value]
         for name in names:
             if names.count(name) > 1 and name != "<<":
-                raise ValueError(f"{name!r} stands there twice (line {node.start_mark.line + 1} ff.): remove one.")
+                raise ValueError(f"{name!r} is set twice (from line {node.start_mark.line + 1} on): remove one.")
         return super().construct_mapping(node, deep)
 
 

@@ -173,7 +173,7 @@ class HookedTrainer(GRPOTrainer):
         tool_mask: list[list[int]] | None,
         logprobs: list[list[float]] | None,
     ) -> tuple[list[list[int]] | None, list[list[float]] | None]:
-        """Take up the completions of all turns.
+        """Receive the completions of all turns.
 
         Returns:
             The mask of the tokens that the policy wrote (None for all), and the log-probabilities that TRL gets.
@@ -202,7 +202,7 @@ class HookedTrainer(GRPOTrainer):
         return rewards
 
     def take_rewards(self, rewards: Tensor) -> None:
-        """Take up the rewards of the completions of all processes, shape (N, functions), NaN where there is none."""
+        """Receive the rewards of the completions of all processes, shape (N, functions), NaN where there is none."""
 
     def score_unrecorded(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
         """Return the run's rewards of completions that are no rollouts, of which TRL logs nothing; shape (N, F)."""
@@ -308,7 +308,7 @@ class HookedTrainer(GRPOTrainer):
         self.end_step()
 
     def end_step(self) -> None:
-        """Take up that an optimizer step has ended, and been logged, evaluated and saved where that is due."""
+        """Act when an optimizer step has ended, and was logged, evaluated and saved where that is due."""
 
     # --- resuming ---------------------------------------------------------------------------------------------------
 

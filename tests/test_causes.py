@@ -233,5 +233,5 @@ def test_of_several_schemes_the_nearest_is_taken(tokenizer):
         assert Case(unsure, policy, prompts, settings).scheme() == scheme
     # Widths of 32 are in no blocks of 128.
     assert Case(unsure, make_model(32), prompts, settings).scheme() == "fp8"
-    with pytest.raises(ValueError, match="engine='http://host:1' is in no scheme"):
+    with pytest.raises(ValueError, match="engine='http://host:1': no known scheme fits"):
         Case(unsure._replace(schemes=[]), policy, prompts, settings).scheme()

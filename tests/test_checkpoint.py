@@ -227,7 +227,10 @@ def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
             assert (tmp_path / folder / file.name).read_bytes() == file.read_bytes(), (folder, file.name)
     weights = "model.safetensors"
     assert (tmp_path / "by the trainer" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
-    assert "use_vllm=False: of sharded weights, only those under FSDP2" in (tmp_path / "refusal").read_text()
+    assert (
+        "use_vllm=False: without vLLM, sharded weights are gathered only under FSDP2"
+        in (tmp_path / "refusal").read_text()
+    )
     # Truncated sampling: a softmax of the model in one piece over the whole vocabulary, with the other tokens at -inf.
     model, ids = make_model(64), torch.arange(20, 32).view(2, 6)
     dropped = torch.ones(2, 3, 262, dtype=torch.bool).scatter(2, ids[:, 3:, None], False)

@@ -45,9 +45,9 @@ def test_values_are_what_their_user_means(parse, text, expected):
     ("text", "words"),
     [
         ("a: !!python/object/apply:os.system [true]", ["config.yaml cannot be read as YAML", "python/object"]),
-        (b"\xff\xfe\x00b", ["config.yaml is no text in UTF-8"]),
-        ("", ["config.yaml holds", "mapping"]),
-        ("max_steps: 3\nmax_steps: 4", ["config.yaml", "'max_steps' stands there twice"]),
+        (b"\xff\xfe\x00b", ["config.yaml is not a text in UTF-8"]),
+        ("", ["config.yaml holds", "name: value"]),
+        ("max_steps: 3\nmax_steps: 4", ["config.yaml", "'max_steps' is set twice"]),
         ("lerning_rate: 1", ["lerning_rate is no field", "did you mean learning_rate?"]),
         ("seed: 1\n\nmax_steps: many", ["--max_steps", "invalid int value: 'many'"]),
         ("{seed: 1,\n learning_rate: [1]}", ["learning_rate=[1] is invalid"]),

@@ -137,7 +137,7 @@ def test_missing_columns_are_named(tokenizer, rows):
         ("none.jsonl", None, "is no data file"),
         ("rows.txt", b"{}", "is no data file"),
         ("broken.jsonl", b"{not json", "cannot be loaded"),
-        ("latin.jsonl", '{"prompt": "Zo\u00e9", "answer": "3"}\n'.encode("latin1"), "is no text in UTF-8"),
+        ("latin.jsonl", '{"prompt": "Zo\u00e9", "answer": "3"}\n'.encode("latin1"), "is not a text in UTF-8"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, name, content, words):

@@ -49,7 +49,7 @@ def test_engines_of_an_evaluation(model, words, scheme, expected):
 @pytest.mark.parametrize(
     ("model", "words", "scheme", "message"),
     [
-        (PLAIN, ["fp8"], "fp8", "--scheme is of a running server alone"),
+        (PLAIN, ["fp8"], "fp8", "--scheme is for a running server alone"),
         (PLAIN, ["fp8", "replica:fp8"], None, "two engines in one scheme would share a folder"),
         (QUANTIZED, ["replica:fp8"], None, "quantized already"),
     ],

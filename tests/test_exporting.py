@@ -180,7 +180,7 @@ def test_folders_of_the_user_stay(tmp_path, caplog):
     assert (
         "config.json" in files_in(tmp_path / "model" / "deployment").keys() & files_in(tmp_path / "deployment").keys()
     )
-    assert "model/deployment is no deployment and is kept as deployment.1" in caplog.text
+    assert "model/deployment holds no deployed checkpoint and is kept as deployment.1" in caplog.text
 
 
 def test_an_evaluation_begins_no_run(tmp_path):

@@ -246,6 +246,13 @@ def test_weights_that_change_behind_a_router_make_its_whole_rollout_void(stubs, 
     assert [stub.asked.count("/collective_rpc") for stub in stubs] == [2, 2, 2]  # all were loaded again
 
 
+@pytest.mark.parametrize("routed", [False, True])
+def test_prompts_with_images_are_refused(stubs, lines, routed):
+    pool = make_pool(stubs, lines, router=stubs[0] if routed else None)
+    with pytest.raises(ServerError, match=r"images .* set vllm_server_base_url in place of"):
+        pool.image_features([None, ["image"]])
+
+
 def test_the_turns_of_a_conversation_have_one_session():
     seeds = RolloutSeeds()
 

@@ -225,7 +225,7 @@ def test_text_of_any_kind_stays_text(tmp_path):
     [
         (lambda folder: folder.mkdir(), "has no history.jsonl: give the output_dir"),
         (lambda folder: make_run(folder, rows=[]), "history.jsonl is empty: wait until"),
-        (lambda folder: (make_run(folder) / "settings.json").write_bytes(b"\xff"), "settings.json is no text"),
+        (lambda folder: (make_run(folder) / "settings.json").write_bytes(b"\xff"), "settings.json is not a text"),
     ],
 )
 def test_what_is_no_run_is_refused_before_anything_is_written(tmp_path, prepare, message):

@@ -78,7 +78,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
     (run / "checkpoint-100").write_text("a file")
     (run / "checkpoint-best").mkdir()
     assert resumable_checkpoint("True", run) == str(run / "checkpoint-2")
-    (message,) = (text for record in caplog.records if "Going on" in (text := record.getMessage()))
+    (message,) = (text for record in caplog.records if "Resuming from" in (text := record.getMessage()))
     for words in (
         "checkpoint-99 holds no trainer_state",
         "checkpoint-10 holds no",

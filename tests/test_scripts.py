@@ -126,7 +126,7 @@ def test_your_own_reward_and_a_vanilla_run(launch, tmp_path, monkeypatch):
             ["vllm_max_model_length=-5 is invalid"],
         ),
         ({"use_peft": "true", "lora_r": 0}, ["lora_r=0"]),
-        ({"config": "dc_trl/assets/tiny_qwen3/model.safetensors"}, ["model.safetensors is no text"]),
+        ({"config": "dc_trl/assets/tiny_qwen3/model.safetensors"}, ["model.safetensors is not a text"]),
     ],
 )
 def test_refused_before_training(launch, tmp_path, capsys, options, words):

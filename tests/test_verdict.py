@@ -99,7 +99,7 @@ def test_a_mismatch_is_read_from_the_runs_own_level():
     assert "`dc-trl calibrate`" in read_at_the_end([0.03] * 40)
     assert "4 times its level of 0.03" in read_at_the_end([0.03] * 20 + [0.12] * 20)
     ages = [0, 1, 2, 3] * 10
-    assert "less than 0.002 above twice the run's own level in step (0.03)" in read_at_the_end([0.03] * 40, ages)
+    assert "less than 0.002 above twice the run's own level without a lag (0.03)" in read_at_the_end([0.03] * 40, ages)
     # At first the lag adds nothing. What it adds later, in batches of age 0 too, is no level.
     lagging = [0.03 if step < 20 or age == 0 else 0.08 for step, age in enumerate(ages)]
     assert "more than 0.01 above twice the run's own level" in read_at_the_end(lagging, ages)

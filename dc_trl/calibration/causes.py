@@ -106,7 +106,7 @@ class Case(NamedTuple):
             numerator, denominator = self.discrepancy(scored, sampled_logps(self.sample.rollouts))
             distances[scheme] = numerator.sum() / denominator.sum()
         if not distances:
-            raise ValueError(f"engine={self.sample.engine!r} is in no scheme that is known here.")
+            raise ValueError(f"engine={self.sample.engine!r}: no known scheme fits; set split=False (--no_split).")
         return min(distances, key=lambda scheme: distances[scheme])
 
     def discrepancy(self, train: Sequence[Tensor], infer: Sequence[Tensor]) -> Ratio:
@@ -227,7 +227,7 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
     found = []
     if causes >= _LARGE * whole:
         advice = (
-            f"{causes / whole:.0%} of δ̄ is the number format and the arithmetic: train_through_quantization: true "
+            f"{causes / whole:.0%} of δ̄ is the number format and the arithmetic: set train_through_quantization: true "
             "(recipe: format, or recipe: both where weights lag too). The training forward is then the deployed one; "
             f"{rest:.2g} is left."
         )
@@ -246,6 +246,6 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
             )
         found.append(
             f"{advice}In our runs with a sampler that does not lag, no constraint and no correction was seen to help, "
-            f"and above a KL of {PULLS_HARM_IN_STEP:g} nats pulls to it lost most of the reward; see docs/study.md."
+            f"and above a KL of {PULLS_HARM_IN_STEP:g} nats a pull to it lost most of the reward; see docs/study.md."
         )
     return found[::-1] if rest > causes else found

@@ -1,4 +1,4 @@
-"""One look of the mismatch canary: a live server against the newest checkpoint of whatever trains beside it.
+"""One look of `dc-trl watch`: it compares a live server with the newest checkpoint of any trainer.
 
 The server is asked through its public endpoints, so it needs no development mode, and the trainer is not asked at all.
 """

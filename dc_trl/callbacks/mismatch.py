@@ -51,12 +51,12 @@ def _tokens_of(batch: dict[str, Any]) -> SampledTokens:
     train, infer = batch.get("old_per_token_logps"), batch.get("sampling_per_token_logps")
     if infer is None:
         raise ValueError(
-            "the rollouts have no log-probabilities of the sampled tokens, as those of model.generate: set "
+            "the rollouts have no log-probabilities of the sampled tokens (model.generate has none): set "
             "use_vllm=True, return `logprobs` from rollout_func, or use DCGRPOTrainer, whose replica has them."
         )
     if train is None:
         raise ValueError(
-            "TRL has not scored the rollouts with the policy: it does with use_vllm=True and "
-            "vllm_importance_sampling_correction=True, its default. DCGRPOTrainer reads the loss's own forward."
+            "TRL has not scored the rollouts with the policy: set use_vllm=True and "
+            "vllm_importance_sampling_correction=True, its default, or use DCGRPOTrainer, which needs neither."
         )
     return SampledTokens.of(train, infer, loss_mask(batch), batch["advantages"])

@@ -53,6 +53,6 @@ def in_parts(trainer: Trainer, parts: Sequence[Any], label: str) -> Iterator[Any
 
 
 def _go_on(bar: tqdm) -> None:
-    """Let the bar show steps again, whose expected time is without what came in between."""
+    """Let the bar show steps again; its expected time excludes what came in between."""
     bar.set_description()
     bar.unpause()

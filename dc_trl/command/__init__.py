@@ -17,11 +17,11 @@ COMMANDS = {
     "train": ("train", "train a policy with DC-GRPO"),
     "serve": ("serve", "start a vLLM server for training, in the deployment scheme"),
     "calibrate": ("calibrate", "measure engines' mismatch before a run, and propose the tolerance ε"),
-    "evaluate": ("evaluate", "avg@k, pass@k and maj@k of a policy as it is deployed"),
+    "evaluate": ("evaluate", "measure avg@k, pass@k and maj@k of a policy as it is deployed"),
     "verify": ("verify", "ask a server whether it serves a checkpoint's weights"),
     "watch": ("watch", "warn of the mismatch between a live server and any trainer's checkpoints"),
-    "report": ("report", "make the page of a run, with its figures"),
-    "prepare-data": ("prepare_data", "clean training problems, once"),
+    "report": ("report", "make an HTML page of a run, with its figures"),
+    "prepare-data": ("prepare_data", "clean training problems, and write them with a report"),
     "doctor": ("doctor", "say what this machine can do, and print a block for an issue"),
 }
 

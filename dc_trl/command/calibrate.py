@@ -77,7 +77,7 @@ def make_parser() -> OptionParser:
         "--no_split",
         dest="split",
         action="store_false",
-        help="do not split δ̄ into its causes, which takes up to nine scoring passes",
+        help="do not split δ̄ into its causes (up to 9 scoring passes, 17 with +fp8_kv)",
     )
     output.add_argument("--output", type=Path, default=Path("runs", "calibration"), help="directory of the results")
     output.add_argument("--overwrite", action="store_true", help="replace the calibration that is there")
@@ -85,7 +85,7 @@ def make_parser() -> OptionParser:
 
 
 def add_prompts(parser: argparse.ArgumentParser, default: int) -> argparse._ActionsContainer:
-    """Add the options of a data set of prompts, and of how many of them are taken, for `drawn_prompts`."""
+    """Add the options of a data set of prompts, and of the number of prompts, for `drawn_prompts`."""
     group = parser.add_argument_group("the prompts")
     add_fields(group, DataArguments, "dataset_name", *DATA_FIELDS)
     group.add_argument("--prompts", type=int, default=default, help=f"how many, drawn at random (default: {default})")
@@ -122,7 +122,7 @@ def main(words: Sequence[str] | None = None) -> None:
         config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
         if hasattr(config, "quantization_config"):
             raise ValueError(
-                f"model={args.model!r} is quantized: give the model that is trained, and --engine its scheme."
+                f"model={args.model!r} is quantized: give the model that is trained, and its scheme as --engine."
             )
         if (args.output / CALIBRATION_FILE).exists() and not args.overwrite:
             raise ValueError(

@@ -34,9 +34,9 @@ def make_parser() -> OptionParser:
     known = ["all", *SERVED_SCHEMES, *REPLICA_SCHEMES]
     schemes = f"deployment schemes (default: {' '.join(DEFAULT_SCHEMES)})"
     parser.add_argument("--schemes", nargs="+", choices=known, default=list(DEFAULT_SCHEMES), help=schemes)
-    parser.add_argument("--model", help="Hub id or directory (default: the tiny model that is shipped)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="(default: what PyTorch finds)")
-    parser.add_argument("--no_servers", action="store_true", help="start no vLLM server")
+    parser.add_argument("--model", help="Hub id or directory of a model (default: the shipped tiny model)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="device to check (default: what PyTorch finds)")
+    parser.add_argument("--no_servers", action="store_true", help="do not start vLLM servers")
     parser.add_argument("--log", type=Path, metavar="FILE", help="new file for tracebacks (default: in runs/)")
     add_serve_options(parser)
     return parser

@@ -55,21 +55,21 @@ def make_parser() -> OptionParser:
         metavar="NAME[=FILE]",
         help=f"all ({', '.join(ALL)}), or of: {', '.join(BENCHMARKS)}; from the Hub or a local file",
     )
-    problems.add_argument("--samples", type=int, help="k, samples a problem (default: the paper's, by benchmark)")
-    problems.add_argument("--limit", type=int, help="only the first problems of each benchmark")
+    problems.add_argument("--samples", type=int, help="k, samples for each problem (default: the paper's)")
+    problems.add_argument("--limit", type=int, help="use only so many problems of each benchmark")
 
     sampling = parser.add_argument_group("the sampling")
-    sampling.add_argument("--max_tokens", type=int, default=Sampling().max_tokens, help="tokens of an answer")
-    sampling.add_argument("--temperature", type=float, default=Sampling().temperature, help="0: greedy")
-    sampling.add_argument("--top_p", type=float, default=Sampling().top_p)
-    sampling.add_argument("--seed", type=int, default=0)
+    sampling.add_argument("--max_tokens", type=int, default=Sampling().max_tokens, help="most tokens of an answer")
+    sampling.add_argument("--temperature", type=float, default=Sampling().temperature, help="0 is greedy")
+    sampling.add_argument("--top_p", type=float, default=Sampling().top_p, help="1 truncates nothing")
+    sampling.add_argument("--seed", type=int, default=0, help="from which each sample's seed is made (default: 0)")
 
     engine = parser.add_argument_group("the engine")
     engine.add_argument(
         "--engine", nargs="+", help=f"{ENGINE_HELP}; default: bf16, or the checkpoint's own scheme if it is quantized"
     )
-    engine.add_argument("--scheme", choices=SERVED_SCHEMES, help="of the running server of --engine (default: bf16)")
-    engine.add_argument("--concurrency", type=int, default=512, help="requests in flight, or the replica's batch")
+    engine.add_argument("--scheme", choices=SERVED_SCHEMES, help="scheme of a server at a URL (default: bf16)")
+    engine.add_argument("--concurrency", type=int, default=512, help="requests at a time, or the replica's batch")
     add_serve_options(engine)
 
     output = parser.add_argument_group("the results")

@@ -23,9 +23,9 @@ TRAIN_FILE, REPORT_FILE = "train.parquet", "report.json"
 
 def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "prepare-data")
-    parser.add_argument("--file", help=f"local JSON, JSONL or Parquet file of problems (default: {DAPO.hub_id})")
-    parser.add_argument("--prompt_column", help="column of the problems, where the file has others than DAPO's")
-    parser.add_argument("--answer_column", help="column of the gold answers; a dot reads nested fields")
+    parser.add_argument("--file", help=f"local JSON, JSONL, Parquet or CSV file (default: {DAPO.hub_id})")
+    parser.add_argument("--prompt_column", help="column of the problems, if it is not DAPO's")
+    parser.add_argument("--answer_column", help="column of the right answers; for a nested field column.field")
     parser.add_argument("--output", required=True, type=Path, help="new directory for the result")
     parser.add_argument(
         "--benchmarks",

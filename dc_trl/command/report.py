@@ -1,7 +1,7 @@
 """Writes the report of a run: one HTML page with its figures, which loads nothing else.
 
-dc-trl report runs/quickstart
-dc-trl report runs/quickstart --output report.html
+    dc-trl report runs/quickstart
+    dc-trl report runs/quickstart --output report.html
 
 To compare several runs, use the tracker that report_to names (trackio, W&B).
 """
@@ -19,8 +19,8 @@ PAGE = "report.html"
 def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "report")
     parser.add_argument("run", metavar="RUN", help="output_dir of a run, finished or not")
-    parser.add_argument("--output", type=Path, help=f"the page (default: {PAGE} in the run's directory)")
-    parser.add_argument("--title", help="of the page (default: names the run)")
+    parser.add_argument("--output", type=Path, help=f"file of the page (default: {PAGE} in the run's directory)")
+    parser.add_argument("--title", help="title of the page (default: the run's name)")
     return parser
 
 

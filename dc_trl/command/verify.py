@@ -37,7 +37,7 @@ _PASSES = 4  # each with another order of sums
 def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "verify")
     parser.add_argument("url", metavar="URL", help="address of the server, http://HOST:PORT")
-    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="deployment/ of a run")
+    parser.add_argument("checkpoint", metavar="DIR", type=Path, help="deployed checkpoint: deployment/ of a run")
     return parser
 
 
@@ -65,12 +65,12 @@ def verify(url: str, directory: Path) -> bool:
     _, tokenizer = load_config_and_tokenizer(str(directory), "checkpoint")
     tensors = read_tensors(directory)
     if broken := broken_terms(contract, tensors):
-        return _say_no(f"{directory} is not what its contract says", broken)
+        return _say_no(f"{directory} differs from its contract", broken)
     say(f"{directory} holds {len(tensors)} tensors in {contract['scheme']}, as its contract says.")
     try:
         answer = connection.request("POST", "/weight_checker", json={"action": "checksum"})
     except ServerRefusedError:
-        say(f"{url} has no /weight_checker.")
+        say(f"{url} has no /weight_checker, so log-probabilities are compared.")
     else:
         with connection.reading("/weight_checker"):
             other, unknown = compare_hashes(answer["checksums"], tensors)
@@ -79,7 +79,7 @@ def verify(url: str, directory: Path) -> bool:
         if not unknown:
             say(f"{url} serves these weights: it has the hashes of all tensors.")
             return True
-        say(f"{url} keeps {len(unknown)} tensors in a layout of its own, {unknown[0]} among them.")
+        say(f"{url} has no comparable hash of {len(unknown)} tensors, {unknown[0]} among them.")
     replica = Replica.of_checkpoint(directory, contract["scheme"])
     prompts = [tokenizer(text)["input_ids"] for text in _PROMPTS]
     found = look(connection, Disclosed.of(connection).name, replica.model, prompts, 1, _SETTINGS, _PASSES)

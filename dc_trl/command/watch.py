@@ -4,7 +4,7 @@
 
 Each time a new checkpoint is complete, and every few minutes, the server samples completions of fixed prompts through
 its public endpoints, and the newest checkpoint below the directory scores them here. A look prints a line and appends
-one to watch.jsonl. Trainer and server stay as they are; a server that is gone for a while is asked again.
+one to watch.jsonl. Trainer and server are not changed; a server that does not answer is asked again later.
 
 The exit code is 1 as soon as δ̄ is above --fail_above, 0 after --looks, and 2 if the watch cannot begin.
 """
@@ -50,14 +50,14 @@ def make_parser() -> OptionParser:
     parser.add_argument("--every", type=float, default=5.0, help="minutes from one look to the next (default: 5)")
     parser.add_argument("--looks", type=int, help="end after this number of looks; 1 for CI (default: no end)")
     parser.add_argument("--fail_above", type=float, metavar="X", help="end with exit code 1 once δ̄ is above X")
-    parser.add_argument("--train_dtype", default="bfloat16", choices=TRAIN_DTYPES, help="as for dc-trl calibrate")
+    parser.add_argument("--train_dtype", default="bfloat16", choices=TRAIN_DTYPES, help="see dc-trl calibrate")
     prompts = add_prompts(parser, default=32)
-    prompts.add_argument("--top_k", type=int, default=20, help="most probable tokens that the server names, at each")
+    prompts.add_argument("--top_k", type=int, default=20, help="most probable tokens to compare at a position")
     add_fields(prompts, CalibrationSettings, "max_tokens", "seed", "device")
     parser.set_defaults(max_tokens=64, device="cuda" if torch.cuda.is_available() else "cpu")
     output = parser.add_argument_group("the results")
     output.add_argument("--output", type=Path, default=Path("runs", "watch"), help=f"directory of {WATCH_FILE}")
-    output.add_argument("--report_to", choices=list(map(str, LOGGER_TYPE_TO_CLASS)), help="a tracker of accelerate's")
+    output.add_argument("--report_to", choices=list(map(str, LOGGER_TYPE_TO_CLASS)), help="also log to this tracker")
     return parser
 
 
@@ -100,12 +100,12 @@ def _watch(args: Any) -> int:
             server = Disclosed.of(connection)
             numbers = look(connection, server.name, policy, prompts, args.top_k, settings)
         except ServerUnavailableError as error:
-            say(f"{error}; it is asked again in {args.every:g} minutes, or of the next checkpoint")
+            say(f"{error}; it is asked again in {args.every:g} minutes, or at the next checkpoint")
             continue
         except (OSError, SafetensorError) as error:
             if newest_checkpoint(args.directory) == newest:
                 raise
-            say(f"{newest.path} was removed or replaced while it was read ({error}); the next one is taken")
+            say(f"{newest.path} was removed or replaced while it was read ({error}); the next one is read")
             continue
         looks += 1
         age = time.time() - newest.written

@@ -155,11 +155,11 @@ def correction_of(settings: ConstraintSettings) -> Correction | None:
     elif of_fields:
         raise ValueError(
             f"rollout_correction_min and rollout_correction_max do not say which of {said} they bound: leave them "
-            "out, and write bounds behind a name, as in 'token_truncate(0, 2)'."
+            "out, and write bounds after a name, as in 'token_truncate(0, 2)'."
         )
     for name, _ in parts[1:]:
         if name in _TRUNCATIONS:
-            raise ValueError(f"{said}: {name} masks no token, so only the first correction can be it: put it first.")
+            raise ValueError(f"{said}: {name} masks no token, so it has no effect behind another: put it first.")
     first, *masks = (
         partial(resolve("rollout_correction", name, CORRECTIONS, **bounds), **bounds) for name, bounds in parts
     )

@@ -41,23 +41,23 @@ class ConstraintSettings:
 
     constraint: Constraint = setting(
         "none",
-        'How the discrepancy is constrained: "none", it is only measured; "static", by the fixed λ of lambda_init '
-        '(arXiv 2606.08779, eq. 4); "lagrangian", by dual ascent (eqs. 8 to 11). If it is not set, recipe decides.',
+        'How the discrepancy is constrained: "none", it is only measured; "static", with the fixed λ of lambda_init '
+        '(arXiv 2606.08779, eq. 4); "lagrangian", with dual ascent (eqs. 8 to 11). If it is not set, recipe decides.',
     )
     constraint_form: str = setting(
         "injected",
-        'How it enters the objective. If it is not set, recipe decides. "injected": advantages minus λ·δ, the '
-        'paper\'s form; "quadratic": the gradient of half the squared discrepancy (its appendix B); "log_ratio": '
-        'advantages minus λ·log(π_train/π_inf); "module:function": your own, see docs/corrections.md.',
+        'How the discrepancy enters the objective. If it is not set, recipe decides. "injected": advantages minus '
+        'λ·δ, the paper\'s form; "quadratic": the gradient of half the squared discrepancy (its appendix B); '
+        '"log_ratio": advantages minus λ·log(π_train/π_inf); "module:function": your own, see docs/corrections.md.',
     )
     constraint_target: Target = setting(
         "all",
-        'What the constraint acts on: "all", log π_train − log π_inf; "lag", log π_Q − log π_inf, where π_Q are the '
-        "same weights through the deployed forward; see discrepancy_split.",
+        'What the constraint acts on: "all", log π_train − log π_inf; "lag", log π_Q − log π_inf, where π_Q has the '
+        "weights of π_train and computes as the deployed policy; see discrepancy_split.",
     )
     discrepancy_split: bool = setting(
         False,
-        "Measure the format's and the lag's part of the discrepancy on their own (discrepancy/format_* and lag_*), by "
+        "Measure the format's and the lag's part of the discrepancy separately (discrepancy/format_* and lag_*), with "
         "one more forward without a gradient.",
     )
     discrepancy_measure: Measure = setting(
@@ -71,9 +71,9 @@ class ConstraintSettings:
     )
     discrepancy_tolerance: Tolerance = setting(
         None,
-        "Tolerance ε, in units of the measure, above which δ̄ lets λ grow. If it is not set: the paper's 0.0037, or "
-        '"auto" where λ moves: it rests for the first ten generation batches, and ε is then the mean of their δ̄ plus '
-        "2.37 standard deviations, which one healthy batch in forty exceeds.",
+        "Tolerance ε of δ̄, above which λ grows. If it is not set: the paper's 0.0037 if λ does not move and the "
+        'measure is "prob_diff", otherwise "auto": λ rests for ten generation batches, and ε is then the mean of '
+        "their δ̄ plus 2.37 standard deviations, which one healthy batch in forty exceeds.",
     )
     discrepancy_margin: Annotated[float, AT_LEAST_0] = setting(0.0, "Tokens with a δ up to this are not penalised.")
     batch_reduction: Reduction = setting(
@@ -81,11 +81,11 @@ class ConstraintSettings:
         'How the batch discrepancy δ̄ (eq. 11) is averaged: "sequence" is the mean over trajectories of their token '
         'means, "token" is the mean over all tokens.',
     )
-    dual_window: Annotated[int, COUNT] = setting(1, "Generation batches that δ̄ is averaged over before it moves λ.")
+    dual_window: Annotated[int, COUNT] = setting(1, "Generation batches over which δ̄ is averaged before it moves λ.")
     dual: DualAscent = setting(
         "paper",
         'How constraint="lagrangian" moves λ. "paper" adds η_λ (δ̄ − ε) (arXiv 2606.08779, eq. 11). "auto" adds '
-        "η_λ (δ̄/ε − 1), at most η_λ, which has no unit.",
+        "η_λ (δ̄/ε − 1), but at most η_λ; this violation has no unit.",
     )
     lambda_init: Annotated[float, AT_LEAST_0] = setting(
         None,
@@ -100,14 +100,14 @@ class ConstraintSettings:
     lambda_min: Annotated[float, AT_LEAST_0] = setting(0.0, "Lower bound of λ.")
     lambda_max: Annotated[float, AT_LEAST_0] = setting(
         None,
-        "Upper bound of λ. If it is not set: 1 where lambda_init is 0.1 or 0.05 by default, otherwise four times it.",
+        "Upper bound of λ. If it is not set: 2 for log_ratio, 8 for quadratic with prob_diff, otherwise 1.",
     )
     rollout_correction: str = setting(
         "none",
         'How the advantage of a token is weighted by r = π_train/π_inf. "token_truncate" (TIS) clips r, "token_mask" '
-        '(MIS) takes 0 outside the bounds; "sequence_truncate", "sequence_mask", "geometric_mask" go by trajectory. '
-        '"icepop", "tv_mask" (DPPO), "ppo_clip", "ppo_clip_by_age": see docs/corrections.md. Several '
-        "combine, the first one weighs: [token_truncate, geometric_mask(0.99, 1.01)]. Masked tokens are not in δ̄.",
+        '(MIS) is 0 outside the bounds; "sequence_truncate", "sequence_mask", "geometric_mask" weigh trajectories. '
+        '"icepop", "tv_mask" (DPPO), "ppo_clip", "ppo_clip_by_age": see docs/corrections.md. In a list the first one '
+        "gives the weight: [token_truncate, geometric_mask(0.99, 1.01)]. Masked tokens do not count in δ̄.",
     )
     rollout_correction_max: Annotated[float | None, Range(above=0, infinite=True)] = setting(
         None,
@@ -122,13 +122,13 @@ class ConstraintSettings:
     )
     rollout_correction_target: Target = setting(
         "all",
-        'Which ratio the correction takes: "all" is r = π_train/π_inf, "lag" is π_Q/π_inf, see constraint_target.',
+        'Which ratio the correction uses: "all" is r = π_train/π_inf, "lag" is π_Q/π_inf, see constraint_target.',
     )
     deployment_scheme: str | None = setting(
         None,
         'Number format that the policy is deployed and therefore sampled in: "bf16", "fp8", "fp8_w8a16", "fp8_block", '
         '"int8", "int4", "int4_g32", "nvfp4", "nvfp4a16" or "mxfp8"; by an in-process replica, or with use_vllm by '
-        'vLLM in this format. With "+fp8_kv" behind it ("fp8+fp8_kv") the KV cache too is in FP8. For research the '
+        'vLLM in this format. If "+fp8_kv" is appended ("fp8+fp8_kv"), the KV cache is in FP8 too. For research the '
         'replica also has "int3" and "int2", which no engine serves.',
     )
 
@@ -224,7 +224,7 @@ def parts_of(correction: str) -> list[tuple[str, dict[str, float]]]:
         found = _PART.fullmatch(part)
         if found is None:
             raise ValueError(
-                f"rollout_correction={correction!r} is invalid: use a name, or several behind commas, each with at "
+                f"rollout_correction={correction!r} is invalid: use a name, or several with commas, each with at "
                 "most two bounds in parentheses: 'token_truncate, geometric_mask(0.99, 1.01)'."
             )
         name, *bounds = (text for text in found.groups() if text is not None)
@@ -233,7 +233,7 @@ def parts_of(correction: str) -> list[tuple[str, dict[str, float]]]:
 
 
 def read_correction(value: Any) -> Any:
-    """Return `rollout_correction` as text: a list of corrections becomes their names behind commas."""
+    """Return `rollout_correction` as text: a list of corrections becomes their names with commas between."""
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 

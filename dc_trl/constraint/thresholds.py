@@ -49,20 +49,20 @@ def reading(k3: float, may_lag: bool, level: float = 0.0) -> str:
     """
     usual = _NOISE * level
     if may_lag:
-        above = f"above twice the run's own level in step ({level:.2g})"
+        above = f"above twice the run's own level without a lag ({level:.2g})"
         if k3 < LAG_COSTS + usual:
-            return f"less than {LAG_COSTS:g} {above}, where a lag cost our tiny models little: no more is needed"
+            return f"less than {LAG_COSTS:g} {above}: such a lag cost our tiny models little, so change nothing"
         far = k3 > FAR + usual
-        cost = "8 points of accuracy or more" if far else "8 to 10 points of accuracy on the mean"
+        cost = "8 points of accuracy or more" if far else "8 to 10 points of accuracy on average"
         return (
-            f"more than {FAR if far else LAG_COSTS:g} {above}, where a lag cost our tiny models {cost}: lower "
+            f"more than {FAR if far else LAG_COSTS:g} {above}: such a lag cost our tiny models {cost}, so lower "
             "weight_sync_steps, or see docs/staleness.md"
         )
     if k3 < NO_REMEDY_IN_STEP:
         return f"below {NO_REMEDY_IN_STEP:g}, up to which no remedy helped our tiny models: none is needed"
     if k3 > usual > 0:
-        return f"{k3 / level:.2g} times its level of {level:.2g} at first: look at reward and answers' length"
-    return f"above {NO_REMEDY_IN_STEP:g}, which our tiny models had in two bits: `dc-trl calibrate` finds the cause"
+        return f"{k3 / level:.2g} times its level of {level:.2g} at the beginning: look at reward and answers' length"
+    return f"above {NO_REMEDY_IN_STEP:g}, which our tiny models reached in INT2: `dc-trl calibrate` finds the cause"
 
 
 def drift_warning(
@@ -88,15 +88,15 @@ def drift_warning(
     if form in PUSHES:
         finding = "most of our runs with λ 0.1 or more ended without reward: use constraint='none'"
     elif pulls and not may_lag:
-        far, finding = PULLS_HARM_IN_STEP, "our runs in step lost most of the accuracy: use train_through_quantization"
+        far, finding = PULLS_HARM_IN_STEP, "our runs without a lag lost most accuracy: use train_through_quantization"
         if form is None:
             named = f"rollout_correction={settings.rollout_correction!r}"
-            far, finding = CLIP_COSTS_IN_STEP, "it cost our runs in step 4 points: use train_through_quantization"
+            far, finding = CLIP_COSTS_IN_STEP, "it cost runs without a lag 4 points: use train_through_quantization"
     elif pulls or not may_lag:
         return None  # a pull repaired the runs with a lag, and plain GRPO in step needed no remedy
     measured = k3_of(settings)
     k3 = metrics[measured]
-    warning = f"{named} meets {measured}={k3:.3g}, above {far:.2g}, where {finding}. See docs/which_one.md."
+    warning = f"{named} with {measured}={k3:.3g}, above {far:.2g}, where {finding}. See docs/which_one.md."
     return warning if k3 > far else None
 
 

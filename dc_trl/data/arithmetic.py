@@ -1,4 +1,4 @@
-"""Two-digit arithmetic with worked steps: a task that a tiny model can half do, and learn to do better."""
+"""Two-digit arithmetic with worked steps: a task that a tiny model solves in part, and can learn to solve better."""
 
 import hashlib
 import itertools

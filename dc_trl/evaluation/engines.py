@@ -51,7 +51,7 @@ def choose_engines(model: EvaluatedModel, words: Sequence[str] | None, scheme: s
     if len({engine.scheme for engine in found}) < len(found) or (scheme and not running):
         raise ValueError(
             f"engine={words} and scheme={scheme!r}: two engines in one scheme would share a folder, and --scheme is "
-            "of a running server alone. Evaluate each scheme once, or with its own --output."
+            "for a running server alone. Evaluate each scheme once, or with its own --output."
         )
     return found or [EngineSpec.parse("bf16")]
 

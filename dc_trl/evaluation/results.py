@@ -88,7 +88,7 @@ def benchmark_result(
     ungraded = [problem for problem, group in groups.items() if group[0].correct is None]
     graded = [group for group in groups.values() if group[0].correct is not None]
     if not graded:
-        raise ValueError(f"benchmark {name!r}: none of the gold answers can be graded.")
+        raise ValueError(f"benchmark {name!r}: none of the gold answers can be graded; see docs/grading.md.")
     right = [sum(bool(sample.correct) for sample in group) for group in graded]
     sizes = sorted({2**power for power in range(k.bit_length())} | {k})
     every = [sample for group in groups.values() for sample in group]
@@ -118,12 +118,12 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Difference]:
     """
     names = [name for name in first.results if name in second.results]
     if not names:
-        raise ValueError("The evaluations have no benchmark in common.")
+        raise ValueError("The evaluations have no benchmark in common: evaluate both on one.")
     pairs = []
     for name in names:
         a, b = first.results[name].per_problem, second.results[name].per_problem
         if a.keys() != b.keys():
-            raise ValueError(f"The evaluations answered other problems of {name!r}: evaluate both on the same ones.")
+            raise ValueError(f"The evaluations answered different problems of {name!r}: evaluate both on the same.")
         pairs.append((list(a.values()), [b[problem] for problem in a]))
     differences = {name: paired_difference([a], [b]) for name, (a, b) in zip(names, pairs, strict=True)}
     differences["average"] = paired_difference([a for a, _ in pairs], [b for _, b in pairs])

@@ -1,4 +1,4 @@
-r"""What is no plain number: read and compared by math-verify, with arithmetic that an answer leaves undone counted."""
+r"""Answers that are not plain numbers: math-verify reads and compares them, and unfinished arithmetic is counted."""
 
 import logging
 import math
@@ -90,7 +90,7 @@ def same_relation(gold: Sides, answer: Sides, ordered: bool) -> bool:
 
 
 def _ratio(gold: sympy.Expr, answer: sympy.Expr, point: int) -> complex | None:
-    """Their ratio where every symbol has a value of its own; None where there is none."""
+    """Ratio of two expressions in which every symbol has its own value; None if there is none."""
     values = []
     for expression in (gold, answer):
         functions = {node: sympy.Symbol(str(node)) for node in expression.atoms(AppliedUndef)}

@@ -143,10 +143,10 @@ class Grader:
         return reply if isinstance(reply, Verdict) else self._count(job, reply)
 
     def _count(self, job: _Job, reason: str) -> Verdict:
-        """Return the verdict on an answer that could not be graded: wrong."""
+        """Return the verdict on an answer whose grading failed: it is wrong."""
         kind = reason if reason in ("time", "memory", "crash") else "error"
         self.failures[kind] += 1
         level = logging.WARNING if self.failures[kind] == 1 else logging.DEBUG
-        message = "Grading %.80r against %.80r failed (%s). The answer counts as wrong; `Grader.failures` counts such."
+        message = "Grading %.80r against %.80r failed (%s). The answer counts as wrong, and in `Grader.failures`."
         logger.log(level, message, job[0], job[1].answer, reason)
         return Verdict(False, squash(job[0]))

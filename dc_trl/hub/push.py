@@ -199,4 +199,4 @@ def _explained(repo_id: str) -> Iterator[None]:
 
 def _warn_of_failure(future: Future) -> None:
     if (error := future.exception()) is not None:
-        logger.warning(f"A push during training failed, the next one brings what is missing. {error}")
+        logger.warning(f"A push during training failed; the next push sends its files again. {error}")

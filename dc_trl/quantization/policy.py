@@ -69,7 +69,7 @@ def require_shared_embeddings(policy: PreTrainedModel | PeftModel) -> None:
     tied = base_model(policy).config.tie_word_embeddings
     if isinstance(policy, PeftModel) and tied and not shares_embeddings(policy):
         raise ValueError(
-            "peft_config parts the input embedding from the output head, which tie_word_embeddings=True makes one "
+            "peft_config separates the input embedding from the output head, which tie_word_embeddings=True makes one "
             "matrix in this engine. Use vllm_mode='colocate' with deployment_scheme (for example 'bf16') or, without "
             "sharding, the in-process replica, keep both out of target_modules and modules_to_save, or save them as "
             "one (modules_to_save=['embed_tokens'], ensure_weight_tying=True)."

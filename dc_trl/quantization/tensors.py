@@ -45,7 +45,7 @@ def deployed_tensors(
         return policy_tensors(policy)
     if gathered_by_trl is None:
         raise ValueError(
-            "use_vllm=False: of sharded weights, only those under FSDP2 without an adapter are gathered without vLLM. "
+            "use_vllm=False: without vLLM, sharded weights are gathered only under FSDP2 and without an adapter. "
             "Set use_vllm=True, or launch with FSDP2 and train all weights, or launch without sharding."
         )
     require_shared_embeddings(policy)

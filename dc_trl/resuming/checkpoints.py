@@ -74,7 +74,7 @@ def resumable_checkpoint(wanted: str | PathLike[str] | bool | None, output_dir: 
         defect = checkpoint_defect(folder)
         if defect is None:
             if passed_over:
-                logger.warning(f"Going on from {folder}. Passed over: {'; '.join(passed_over)}.")
+                logger.warning(f"Resuming from {folder}. Passed over: {'; '.join(passed_over)}.")
             return str(folder)
         passed_over.append(f"{folder.name} {defect}")
     state = f"holds no whole checkpoint: {'; '.join(passed_over)}" if passed_over else "holds no checkpoint"

@@ -240,7 +240,7 @@ class Replica:
         policy.tie_weights()
         replica = cls(policy, scheme, torch.device("cpu"))
         if fused_experts(policy) or not stored.keys() >= {f"{name}_scale" for name in replica._quantized}:
-            raise ValueError(f"{directory} is of a mixture of experts, or not in scheme={scheme!r}: it is not read.")
+            raise ValueError(f"{directory} holds experts, or is not in scheme={scheme!r}: give one of a dense model.")
         for name in replica._quantized:
             scale = stored[f"{name}_scale"]
             if scale.dtype == torch.uint8:  # MXFP8's powers of two, as exponents

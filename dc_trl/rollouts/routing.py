@@ -52,8 +52,8 @@ def routers_of(policy: PreTrainedModel | PeftModel) -> tuple[list[int], list[tup
             found.append((int(layer[1]), module))
     if not found:
         raise ValueError(
-            f"routing_replay=True: {type(model).__name__} has no router whose choice can be replayed, which are "
-            f"{', '.join(sorted(_KNOWN))}: set routing_replay=False."
+            f"routing_replay=True: {type(model).__name__} has no router whose choice can be replayed (only "
+            f"{', '.join(sorted(_KNOWN))}): set routing_replay=False."
         )
     layers = sorted({layer for layer, _ in found})
     normalised = vars(found[0][1]).get("norm_topk_prob", True)

@@ -142,6 +142,15 @@ class RolloutClient(VLLMClient):
         finally:
             self.seeds.forget()  # not earlier, so that another try samples the same completions
 
+    def image_features(self, images: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Have images processed as TRL's `VLLMClient` does; a `ServerError` if there are several servers."""
+        if self not in self.servers:
+            raise ServerError(
+                "Prompts with images are sampled by one server alone: set vllm_server_base_url in place of "
+                "vllm_server_base_urls."
+            )
+        return super().image_features(images, *args, **kwargs)
+
     def load(self, weights: Weights) -> None:
         """Load weights from their checkpoint, unless they are there; later rollouts use these weights.
 

@@ -57,7 +57,7 @@ def add_model(group: argparse._ActionsContainer, what: str, required: bool = Tru
 
 def add_template(group: argparse._ActionsContainer) -> None:
     """Add the option for variables of the chat template: `--chat_template_kwargs`."""
-    group.add_argument("--chat_template_kwargs", type=json.loads, default={}, help="'{\"enable_thinking\": false}'")
+    group.add_argument("--chat_template_kwargs", type=json.loads, default={}, help="as '{\"enable_thinking\": false}'")
 
 
 def add_serve_options(group: argparse._ActionsContainer) -> None:

@@ -33,7 +33,7 @@ class ConfigurationParser(HfArgumentParser):
     def __init__(self, dataclass_types: Iterable[type], groups: Mapping[str, Iterable[str]]) -> None:
         usage = "dc-trl train --config NAME_OR_FILE [--field value ...]"
         super().__init__(dataclass_types, usage=usage, allow_abbrev=False, add_help=False)
-        self.add_argument("--config", help="YAML file of the fields below, which override it, or the name of one")
+        self.add_argument("--config", help="YAML file of the fields below, or the name of a shipped one")
         self.add_argument("-h", "--help", nargs="?", const="", help="'all' lists all fields, a name describes one")
         self._groups = groups
 
@@ -49,7 +49,7 @@ class ConfigurationParser(HfArgumentParser):
         lines = [f"usage: {self.usage}", _described(actions["config"])]
         for title, names in self._groups.items():
             lines += ["", f"{title}:", *(_described(actions[name]) for name in names)]
-        return "\n".join([*lines, "", f"--help all lists all {len(actions)} fields, --help NAME has one in full."])
+        return "\n".join([*lines, "", f"--help all lists all {len(actions)} fields, --help NAME describes one."])
 
     def error(self, message: str) -> None:
         """Raise a `ValueError`; argparse would print the usage of 300 fields and end the program."""

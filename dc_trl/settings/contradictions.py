@@ -128,8 +128,8 @@ _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric
 _CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip"}
 _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
 _ALIGNED = {"deployment_scheme": _has_deployed_forward}
-_ONE = "set one of the two"
-_VESPO = "VESPO weighs a trajectory by its own advantage and ratio; set another loss_type, or 'none'"
+_ONE = "set only one of the two"
+_VESPO = "VESPO weighs a trajectory by its own advantage and ratio; set another loss_type, or the other to 'none'"
 
 CONTRADICTIONS = (
     Rule(
@@ -176,7 +176,7 @@ CONTRADICTIONS = (
         "'ppo_clip' or 'none'",
     ),
     Rule("score_centering", {"vllm_importance_sampling_correction": [True]}, f"it would weigh the mean too; {_ONE}"),
-    Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"the mean is the whole difference's; {_ONE}"),
+    Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"it centres the whole difference; {_ONE}"),
     Rule("loss_type", {"rollout_correction": lambda c: c.rollout_correction != "none"}, _VESPO, ["vespo"]),
     Rule("loss_type", _CONSTRAINED, _VESPO, ["vespo"]),
     Rule("rollout_correction", {"vllm_importance_sampling_correction": [True]}, f"both correct the rollouts; {_ONE}"),
@@ -194,8 +194,8 @@ CONTRADICTIONS = (
         ["nccl"],
     ),
     Rule("lora_deployment", {"use_vllm": [True], "vllm_mode": ["colocate"]}, _SERVER, ["adapter"]),
-    Rule("lora_deployment", {"weight_sync": ["nccl"]}, "TRL's stream is merged; set weight_sync='auto'", ["adapter"]),
-    Rule("weight_sync_steps", {"weight_sync": ["nccl"]}, "checkpoints need older weights; set weight_sync='auto'"),
+    Rule("lora_deployment", {"weight_sync": ["nccl"]}, "nccl merges adapters; set weight_sync='auto'", ["adapter"]),
+    Rule("weight_sync_steps", {"weight_sync": ["nccl"]}, "a resumed run needs older weights; set weight_sync='auto'"),
     Rule("weight_sync_steps", {"use_vllm": [True], "vllm_enable_sleep_mode": [True]}, f"sleep drops weights; {_ONE}"),
     Rule("routing_replay", {"use_vllm": [False], "deployment_scheme": [None]}, f"{_SCHEME}, or {_SERVER}"),
     Rule("routing_replay", {"use_vllm": [True], "vllm_mode": ["colocate"]}, _SERVER),
@@ -207,11 +207,11 @@ CONTRADICTIONS = (
         "constraint='none'",
         ["sequence"],
     ),
-    Rule("off_policy_mask_threshold", _CONSTRAINED, "it masks their penalty; unset it or set constraint='none'"),
+    Rule("off_policy_mask_threshold", _CONSTRAINED, "it masks penalised tokens; unset it or set constraint='none'"),
     Rule(
         "vllm_importance_sampling_mode",
         {**_CONSTRAINED, "vllm_importance_sampling_correction": [True]},
-        "it masks their penalty; set rollout_correction in its place, or constraint='none'",
+        "it masks penalised tokens; set rollout_correction in its place, or constraint='none'",
         ["token_mask", "sequence_mask"],
     ),
     # And these make the engines' difference more than their mismatch.

@@ -231,7 +231,7 @@ class RunTrainer(SamplingTrainer):
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 if not (folder / "config.json").is_file():
                     for kept in set_aside([folder]).values():
-                        logger.warning(f"{folder} is no deployment and is kept as {kept.name}.")
+                        logger.warning(f"{folder} holds no deployed checkpoint and is kept as {kept.name}.")
             self.save_deployment(folder)
             logger.info(f"The policy is exported: {serve_line(folder)}")
 

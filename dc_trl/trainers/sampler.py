@@ -271,7 +271,7 @@ class OverlappedSampler(Sampler):
         self._ahead_of = self._begun_with()
 
     def _begun_with(self) -> int:
-        """Return the step whose weights a generation batch uses that the server samples now."""
+        """Return the step of the weights with which the server samples the batch ahead."""
         return self._trainer.state.global_step - super()._age()
 
     def _age(self):

@@ -260,7 +260,7 @@ class SamplingTrainer(HookedTrainer):
             given = dict(zip(self.reward_func_names, rewards[row].tolist(), strict=True))
             raise ValueError(
                 f"The rewards of completion {row}, {given} with reward_weights={self.reward_weights.tolist()}, or "
-                f"their sum, are not finite and at most {LARGEST:g}: advantages would be 0, infinite or NaN."
+                f"their sum, are not finite or exceed {LARGEST:g}: return finite rewards, or lower the weights."
             )
 
     # --- forward and loss -------------------------------------------------------------------------------------------

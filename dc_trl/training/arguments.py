@@ -24,8 +24,8 @@ class ServerArguments:
         "'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run (use_vllm: "
         "true, vllm_mode: server). For a server that runs elsewhere set vllm_server_base_url.",
     )
-    serve_devices: str | None = setting(None, "GPUs of that server, as in CUDA_VISIBLE_DEVICES: '3' or '2,3'.")
-    serve_options: list[str] = setting([], "Further options of that server, as for vllm serve.")
+    serve_devices: str | None = setting(None, "GPUs of the server that 'auto' starts: '3' or '2,3'.")
+    serve_options: list[str] = setting([], "Further options of vllm serve for the server that 'auto' starts.")
 
     def __post_init__(self):
         require_fields(self)
@@ -33,21 +33,21 @@ class ServerArguments:
 
 @dataclass
 class WatchArguments:
-    """Learning rate and alarm, which follow what the run shows."""
+    """Decay of the learning rate, and alarm of a collapse, which react to the metrics of the run."""
 
     length_decay: bool = setting(
         False,
-        "Halve the learning rate again and again once the responses have surged, down to a tenth (arXiv 2602.01826), "
-        "in place of lr_scheduler_type. See docs/learning_rate.md.",
+        "Once the responses have become much longer, halve the learning rate again and again, down to a tenth (arXiv "
+        "2602.01826), in place of lr_scheduler_type. See docs/learning_rate.md.",
     )
     length_decay_period: Annotated[int | None, COUNT] = setting(
-        None, "Optimizer steps between two halvings. If it is not set, 1.8 times the step of the surge."
+        None, "Optimizer steps between two halvings. If it is not set, 1.8 times the step of the longer responses."
     )
     collapse_alarm: Literal["off", "warn", "stop"] = setting(
         "warn",
         "What happens when reward, entropy, gradient norm, mismatch or λ show a collapse: "
-        '"off" does nothing, "warn" warns once, and "stop" warns and ends the run, which keeps the last good '
-        "checkpoint. See docs/collapsed.md.",
+        '"off" does nothing, "warn" warns once, and "stop" warns, ends the run and names the last good checkpoint '
+        "to resume from. See docs/collapsed.md.",
     )
 
     def __post_init__(self):

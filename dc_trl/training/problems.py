@@ -33,16 +33,16 @@ class DataArguments:
     dataset_config: str | None = setting(None, "Configuration of a Hub data set.")
     dataset_split: str = setting("train", "Split of a Hub data set.")
     prompt_column: str = setting(
-        "prompt", "Column of the prompts, which are text or messages. A dot reads nested fields."
+        "prompt", "Column of the prompts, which are text or messages. For a nested field write column.field."
     )
-    answer_column: str = setting("answer", "Column of the gold answers. A dot reads nested fields.")
+    answer_column: str = setting("answer", "Column of the right answers. For a nested field write column.field.")
     instruction: str | None = setting(None, "Text that is appended to each prompt after a blank line.")
     max_prompt_length: Annotated[int | None, COUNT] = setting(None, "Prompts of more tokens than this are left out.")
     eval_size: Annotated[int, WHOLE] = setting(
         0, "Number of problems held out to measure the deployed policy before and after training."
     )
     eval_greedy: bool = setting(
-        False, "Also measure its greedy completions of them at the evaluations in between (eval_strategy, eval_steps)."
+        False, "Measure greedy completions of the held-out problems at evaluations in between too (eval_strategy)."
     )
     rewards: list[str] = setting(["math"], "Reward functions: 'math', 'arithmetic', or dotted paths of your own.")
 
