@@ -74,7 +74,7 @@ def test_activations_are_those_that_autograd_keeps(model, dtype):
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says the peak of a step")
 def test_the_peak_of_a_real_step():
     """The plan is a lower bound for a model of 3 MB: the C library keeps freed blocks, and backward has buffers."""
-    with multiprocessing.get_context("spawn").Pool(1) as fresh:  # this process has freed blocks of earlier tests to use
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:  # this one has freed blocks to use
         row = fresh.apply(measured.peak_row, (measured.tiny_model, 16, 64, 2))
     assert -0.8 < row.error < 0.05, row
 

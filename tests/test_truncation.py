@@ -410,7 +410,7 @@ def test_vllm_needs_a_bound_to_name_what_it_keeps(tmp_path):
     assert make_config(tmp_path, **vllm, score_centering=True).named_tokens == 20
     vllm["vllm_mode"] = "colocate"
     assert make_config(tmp_path, **vllm, top_k=20).named_tokens == 20
-    with pytest.raises(ValueError, match=r"top_k=21 takes more tokens .*\(20\).*vllm_mode='server'"):
+    with pytest.raises(ValueError, match=r"top_k=21 needs more tokens .*\(20\).*vllm_mode='server'"):
         make_config(tmp_path, **vllm, top_k=21)
     assert make_config(tmp_path, **vllm, top_k=21, constraint="none").named_tokens == 0
 
