@@ -47,7 +47,7 @@ class WatchArguments:
         "warn",
         "What happens when reward, entropy, gradient norm, mismatch or λ show a collapse: "
         '"off" does nothing, "warn" warns once, and "stop" warns, ends the run and names the last good checkpoint '
-        "to resume from. See docs/collapsed.md.",
+        "to resume from. See docs/metrics.md.",
     )
 
     def __post_init__(self):
