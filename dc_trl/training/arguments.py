@@ -38,7 +38,7 @@ class WatchArguments:
     length_decay: bool = setting(
         False,
         "Once the responses have become much longer, halve the learning rate again and again, down to a tenth (arXiv "
-        "2602.01826), in place of lr_scheduler_type. See docs/learning_rate.md.",
+        "2602.01826), in place of lr_scheduler_type. See docs/corrections.md.",
     )
     length_decay_period: Annotated[int | None, COUNT] = setting(
         None, "Optimizer steps between two halvings. If it is not set, 1.8 times the step of the longer responses."
