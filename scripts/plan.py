@@ -3,7 +3,7 @@
 python scripts/plan.py --model configs/models/qwen3_8b.json --device h100 --gpus 4
 python scripts/plan.py --config qwen3_30b_a3b_fp8 --device h100 --gpus 16
 
-It loads no weights and no engine, and starts nothing. docs/gpu.md has the formulas, and runs beside them.
+It loads no weights and no engine, and starts nothing. docs/supported.md says what it covers.
 """
 
 from collections.abc import Sequence

@@ -126,7 +126,7 @@ def mean_reward(seed):
 
 
 def test_healthy_runs_hardly_ever_ring():
-    # docs/collapsed.md: 25 of 1,000.
+    # docs/metrics.md: 25 of 1,000.
     assert sum(bool(alarms_in(healthy_run(seed))) for seed in range(12)) <= 2
 
 

@@ -129,7 +129,7 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
 @pytest.fixture
 def own_form(tmp_path, monkeypatch):
     """The module of docs/corrections.md, where Python finds it."""
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "corrections.md").read_text(), re.DOTALL)
+    *_, source = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "corrections.md").read_text(), re.DOTALL)
     (tmp_path / "my_form.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_form", raising=False)

@@ -1,4 +1,4 @@
-"""What counts as correct is docs/grading.md, with more examples in grading_rules.md, row by row."""
+"""What counts as correct is in docs/rewards.md, with more examples in grading_rules.md, row by row."""
 
 import ast
 import json
@@ -25,8 +25,9 @@ def boxed(answer):
 
 
 def documented_cases():
-    pages = [ROOT / "docs" / "grading.md", ROOT / "tests" / "grading_rules.md"]
-    for line in "\n".join(page.read_text(encoding="utf-8") for page in pages).splitlines():
+    section = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").partition("## What counts as correct\n")[2]
+    rules = (ROOT / "tests" / "grading_rules.md").read_text(encoding="utf-8")
+    for line in (section + rules).splitlines():
         if not line.startswith("| `"):
             continue
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -146,7 +147,7 @@ def test_a_tolerance_is_a_finite_number_of_at_least_0(field, value):
 
 
 # Facts from the tests that `source` names: gold, answer, and whether they are equal. Where we grade otherwise, as gold
-# and answer and the other way round (`graded`), docs/grading.md or grading_rules.md has the reason (`why`).
+# and answer and the other way round (`graded`), docs/rewards.md or grading_rules.md has the reason (`why`).
 PAIRS = [json.loads(line) for line in (ROOT / "tests" / "grading_pairs.jsonl").read_text("utf-8").splitlines()]
 
 

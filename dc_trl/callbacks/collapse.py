@@ -1,6 +1,6 @@
 """Detects online that a run collapses, from nothing but the metrics that a trainer logs, and warns of it.
 
-The rules and every threshold are ours; docs/collapsed.md has the evidence for them.
+The rules and every threshold are ours; docs/metrics.md has the evidence for them.
 """
 
 import math
@@ -26,7 +26,7 @@ logger = logging.get_logger(__name__)
 # Numbers below it lose digits, and a share of one can be 0. They count as none.
 _SMALLEST = sys.float_info.min
 
-# docs/collapsed.md says what each of them means, and what to try first.
+# docs/metrics.md says what each of them means, and what to try first.
 SIGNALS = ("reward", "grad_norm", "mismatch", "entropy_low", "entropy_high", "lambda", "no_signal")
 
 
@@ -45,7 +45,7 @@ class Alarm(NamedTuple):
         return (
             f"Collapse alarm at step {self.step}, {self.signal}: {self.metric} is {self.value:.4g} (reference "
             f"{self.reference:.4g}, alarm at {self.threshold:.4g}); all was well until step {self.sound_until}. "
-            "docs/collapsed.md says what to try."
+            "docs/metrics.md says what to try."
         )
 
 
@@ -133,7 +133,7 @@ def _condition(holds: Callable[[float], bool], limit: float) -> _Rule:
 class CollapseMonitor:
     """Watches the logged metrics of a run for a collapse; each signal rings once.
 
-    A *log* is one call of :meth:`update`. The rules, with what they were tried on, are the table of docs/collapsed.md.
+    A *log* is one call of :meth:`update`. The rules, with what they were tried on, are the table of docs/metrics.md.
     They look at the running median of the last ``window`` logs, and must hold in ``window`` successive logs: spikes
     of fewer than ``window`` / 2 logs do not ring, and a lasting change is known about 1.5 windows after it. A log in
     which a metric is missing, None or NaN does not count for that metric.

@@ -88,7 +88,7 @@ def benchmark_result(
     ungraded = [problem for problem, group in groups.items() if group[0].correct is None]
     graded = [group for group in groups.values() if group[0].correct is not None]
     if not graded:
-        raise ValueError(f"benchmark {name!r}: none of the gold answers can be graded; see docs/grading.md.")
+        raise ValueError(f"benchmark {name!r}: none of the gold answers can be graded; see docs/rewards.md.")
     right = [sum(bool(sample.correct) for sample in group) for group in graded]
     sizes = sorted({2**power for power in range(k.bit_length())} | {k})
     every = [sample for group in groups.values() for sample in group]

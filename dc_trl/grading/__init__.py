@@ -1,4 +1,4 @@
-r"""Whether a boxed answer equals a gold answer, decided safely. What counts as correct: docs/grading.md.
+r"""Whether a boxed answer equals a gold answer, decided safely. What counts as correct: docs/rewards.md.
 
 `text` (LaTeX to plain spelling) → `literals` (numbers, units) → `expressions` (math-verify) → `answers` (verdicts) →
 `pool` (workers with limits). `rewards` are the shipped reward functions, `checked_reward` calls those of a user.

@@ -25,7 +25,7 @@ def completion_text(completion: Completion) -> str:
 def math_reward(completions: Sequence[Completion], answer: Sequence[str], **kwargs: Any) -> list[float | None]:
     r"""1 for a completion whose last boxed answer is correct, 0 otherwise.
 
-    What counts as correct is stated, with examples, in docs/grading.md: equal as mathematics, and as evaluated as the
+    What counts as correct is stated, with examples, in docs/rewards.md: equal as mathematics, and as evaluated as the
     gold answer, so `\boxed{40+6}` is no answer of 46. Answers are graded in worker processes, each within five seconds
     and one GiB. What takes more, or raises in grading, is wrong; a trainer logs how many as `grading/failures`, and
     an exception is a warning that names it.

@@ -264,7 +264,7 @@ class RunTrainer(SamplingTrainer):
             super().init_hf_repo(token)
 
     def push_to_hub(self, *args, export=True, **kwargs):
-        """Push the run: model, deployment checkpoint, history of λ, figure and model card; see docs/hub.md.
+        """Push the run: model, deployment checkpoint, history of λ, figure and model card; see docs/after_training.md.
 
         It takes and returns what [`~transformers.Trainer.push_to_hub`] does; `dataset_name` and `tags` go to the card.
         Every process has to call it.

@@ -38,7 +38,7 @@ class WatchArguments:
     length_decay: bool = setting(
         False,
         "Once the responses have become much longer, halve the learning rate again and again, down to a tenth (arXiv "
-        "2602.01826), in place of lr_scheduler_type. See docs/learning_rate.md.",
+        "2602.01826), in place of lr_scheduler_type. See docs/corrections.md.",
     )
     length_decay_period: Annotated[int | None, COUNT] = setting(
         None, "Optimizer steps between two halvings. If it is not set, 1.8 times the step of the longer responses."
@@ -47,7 +47,7 @@ class WatchArguments:
         "warn",
         "What happens when reward, entropy, gradient norm, mismatch or λ show a collapse: "
         '"off" does nothing, "warn" warns once, and "stop" warns, ends the run and names the last good checkpoint '
-        "to resume from. See docs/collapsed.md.",
+        "to resume from. See docs/metrics.md.",
     )
 
     def __post_init__(self):
