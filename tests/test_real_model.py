@@ -106,7 +106,7 @@ def run(folder, **fields):
 @pytest.mark.timeout(900)
 def test_its_command_trains_exports_and_measures_before_and_after(tmp_path):
     small = "--max_steps 1 --eval_size 8 --per_device_train_batch_size 8"
-    # Two threads that wait for each other are slow beside the tests of another process: minutes, where one needs a quarter.
+    # Two threads that wait for each other are several times slower than one beside the tests of another process.
     command = ["make", "real-quickstart", "THREADS=1", f"ARGS={small} --output_dir {tmp_path / 'run'}"]
     assert "training seconds" in succeed(command, timeout=None).stdout
     history = map(json.loads, (tmp_path / "run" / "history.jsonl").read_text().splitlines())

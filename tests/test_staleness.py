@@ -211,11 +211,10 @@ def test_a_checkpoint_without_the_weights_that_sample_is_not_whole(tmp_path):
 # --- the warning far from the sampler --------------------------------------------------------------------------------
 
 
-def warning_of(form, correction, k3, may_lag):
+def warning_of(form, correction, k3, may_lag, **options):
     constrained = {} if form is None else {"constraint": "static", "constraint_form": form}
-    return drift_warning(
-        ConstraintSettings(rollout_correction=correction, **constrained), {"discrepancy/k3_kl": k3}, may_lag
-    )
+    settings = ConstraintSettings(rollout_correction=correction, **constrained)
+    return drift_warning(settings, {"discrepancy/k3_kl": k3}, may_lag, **options)
 
 
 def test_the_warning_far_from_the_sampler_by_hand():
@@ -239,6 +238,8 @@ def test_the_warning_far_from_the_sampler_by_hand():
         assert drift_warning(settings, k3, may_lag=True) is not None
         assert drift_warning(settings, k3, may_lag=True, level=0.03) is None
         assert "above 0.03" in drift_warning(settings, k3, may_lag=True, level=0.01 - 1e-6)
+    assert "recipe='lag'" in drift_warning(ConstraintSettings(), k3, may_lag=True, level=0.003)
+    assert "recipe='lag'" not in drift_warning(ConstraintSettings(), k3, may_lag=True, level=0.004)
     # A pull to older weights repairs a run; one to a number format that follows the policy destroys it.
     # In the study the clip cost accuracy in int4, from 0.0011 on, and signed forms in int3, from 0.0033 on.
     for form, correction, named, far, meets in (
@@ -247,6 +248,9 @@ def test_the_warning_far_from_the_sampler_by_hand():
         (None, "ppo_clip", "rollout_correction='ppo_clip'", 0.001, 0.0011),
     ):
         assert warning_of(form, correction, 5.0, may_lag=True) is None
+        assert warning_of(form, correction, 5.0, may_lag=True, level=0.003) is None
+        message = warning_of(form, correction, 0.1, may_lag=True, level=0.042)  # SmolLM2 in FP8, weights of 8 steps
+        assert message.startswith(f"{named} with discrepancy/k3_kl in step=0.042, above 0.003, ")
         assert warning_of(form, correction, far, may_lag=False) is None
         message = warning_of(form, correction, meets, may_lag=False)
         assert message.startswith(f"{named} with discrepancy/k3_kl={meets}, above {far}, ")
@@ -268,14 +272,17 @@ def test_a_run_is_warned_once(tmp_path, caplog, options, warnings):
     assert sum("with discrepancy/k3_kl" in record.message for record in caplog.records) == warnings
 
 
-@pytest.mark.parametrize(("learning_rate", "warnings"), [(1e-7, 0), (1e-2, 1)])
-def test_a_tall_model_is_judged_by_its_own_level(tmp_path, caplog, learning_rate, warnings):
+@pytest.mark.parametrize(
+    ("learning_rate", "remedy", "warnings"), [(1e-7, "none", 0), (1e-2, "none", 1), (1e-7, "ppo_clip", 1)]
+)
+def test_a_tall_model_is_judged_by_its_own_level(tmp_path, caplog, learning_rate, remedy, warnings):
     """Its k3 in step is far above the bound that holds for two layers."""
     trainer = helpers.make_trainer(
         tmp_path,
         helpers.make_tall_model(),
         lambda completion_ids, **kwargs: [sum(ids) % 7.0 for ids in completion_ids],
         constraint="none",
+        rollout_correction=remedy,
         deployment_scheme=SCHEME,
         weight_sync_steps=2,
         max_steps=2,

@@ -15,7 +15,8 @@ from .settings import PUSHES, ConstraintSettings
 NO_REMEDY_IN_STEP = 5e-3
 # Above this, PPO's clip against a sampler in step cost accuracy (INT4).
 CLIP_COSTS_IN_STEP = 1e-3
-# Above this, signed forms undid the training with a sampler in step (INT3).
+# Above this, signed forms undid the training with a sampler in step (INT3). With a sampler whose weights lag, they and
+# PPO's clip then repaired little (INT3, NVFP4) or harmed (SmolLM2-135M in FP8).
 PULLS_HARM_IN_STEP = 3e-3
 # Above this, with a sampler whose weights lag, GRPO lost 8 to 10 points on the mean.
 LAG_COSTS = 2e-3
@@ -83,19 +84,25 @@ def drift_warning(
         return None  # a function of the user's own, of which we have no runs
     form = settings.constraint_form if constrained else None
     named = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
-    far, finding = FAR + _NOISE * level, "our runs with such a lag lost 8 points or more: use recipe='lag'"
+    far, finding = FAR + _NOISE * level, "our runs with such a lag lost 8 points or more: lower weight_sync_steps"
+    if level <= PULLS_HARM_IN_STEP:
+        finding += ", or use recipe='lag'"
     pulls = form is not None or clips or bool(_CLIPS & {*settings.correction_names})
+    if pulls and form is None:
+        named = f"rollout_correction={settings.rollout_correction!r}"
+    measured = k3_of(settings)
+    k3 = metrics[measured]
     if form in PUSHES:
         finding = "most of our runs with λ 0.1 or more ended without reward: use constraint='none'"
     elif pulls and not may_lag:
         far, finding = PULLS_HARM_IN_STEP, "our runs without a lag lost most accuracy: use train_through_quantization"
         if form is None:
-            named = f"rollout_correction={settings.rollout_correction!r}"
             far, finding = CLIP_COSTS_IN_STEP, "it cost runs without a lag 4 points: use train_through_quantization"
-    elif pulls or not may_lag:
-        return None  # a pull repaired the runs with a lag, and plain GRPO in step needed no remedy
-    measured = k3_of(settings)
-    k3 = metrics[measured]
+    elif pulls:  # it repaired the runs with a lag, unless it also pulled at their number format
+        k3, far, measured = level, PULLS_HARM_IN_STEP, f"{measured} in step"
+        finding = "it helped our runs with a lag little, or harmed: lower weight_sync_steps, or pull at the lag alone"
+    elif not may_lag:
+        return None  # plain GRPO in step needed no remedy
     warning = f"{named} with {measured}={k3:.3g}, above {far:.2g}, where {finding}. See docs/which_one.md."
     return warning if k3 > far else None
 
