@@ -156,6 +156,12 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
                 f"{name}: row {number} has prompt={excerpt(row['prompt'])}: the prompts are all text, or all of them "
                 "lists of messages, each with a role and a content. Leave out such rows, for example with filter."
             )
+    images = {"image", "images"} & {*columns}
+    if images and isinstance(args, DCGRPOConfig) and args.vllm_server_base_urls:
+        raise ValueError(
+            f"{name} has {images.pop()!r}, and one server alone samples prompts with images: set vllm_server_base_url "
+            f"in place of vllm_server_base_urls={args.vllm_server_base_urls}."
+        )
     return [row["prompt"] for row in rows], columns
 
 
