@@ -83,25 +83,26 @@ def drift_warning(
     if constrained and ":" in settings.constraint_form:
         return None  # a function of the user's own, of which we have no runs
     form = settings.constraint_form if constrained else None
-    named = f"constraint_form={settings.constraint_form!r}" if constrained else "constraint='none'"
-    far, finding = FAR + _NOISE * level, "our runs with such a lag lost 8 points or more: lower weight_sync_steps"
-    if level <= PULLS_HARM_IN_STEP:
-        finding += ", or use recipe='lag'"
     pulls = form is not None or clips or bool(_CLIPS & {*settings.correction_names})
-    if pulls and form is None:
-        named = f"rollout_correction={settings.rollout_correction!r}"
+    named = "constraint='none'"
+    if pulls:
+        setting = "rollout_correction" if form is None else "constraint_form"
+        named = f"{setting}={getattr(settings, setting)!r}"
     measured = k3_of(settings)
-    k3 = metrics[measured]
+    k3, far = metrics[measured], FAR + _NOISE * level
     if form in PUSHES:
         finding = "most of our runs with λ 0.1 or more ended without reward: use constraint='none'"
-    elif pulls and not may_lag:
-        far, finding = PULLS_HARM_IN_STEP, "our runs without a lag lost most accuracy: use train_through_quantization"
-        if form is None:
-            far, finding = CLIP_COSTS_IN_STEP, "it cost runs without a lag 4 points: use train_through_quantization"
-    elif pulls:  # it repaired the runs with a lag, unless it also pulled at their number format
+    elif pulls and may_lag:  # it repaired the runs with a lag, unless it also pulled at their number format
         k3, far, measured = level, PULLS_HARM_IN_STEP, f"{measured} in step"
         finding = "it helped our runs with a lag little, or harmed: lower weight_sync_steps, or pull at the lag alone"
-    elif not may_lag:
+    elif pulls and form is None:
+        far, finding = CLIP_COSTS_IN_STEP, "it cost runs without a lag 4 points: use train_through_quantization"
+    elif pulls:
+        far, finding = PULLS_HARM_IN_STEP, "our runs without a lag lost most accuracy: use train_through_quantization"
+    elif may_lag:
+        finding = "our runs with such a lag lost 8 points or more: lower weight_sync_steps"
+        finding += ", or use recipe='lag'" if level <= PULLS_HARM_IN_STEP else ""
+    else:
         return None  # plain GRPO in step needed no remedy
     warning = f"{named} with {measured}={k3:.3g}, above {far:.2g}, where {finding}. See docs/which_one.md."
     return warning if k3 > far else None
