@@ -9,19 +9,19 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 import torch
 import yaml
-from comparisons import SIGNIFICANCE, holm, paired_t_test
+from comparisons import SIGNIFICANCE, confidence_interval, holm, paired_t_test, sign_flip_p_value
 from figures import draw_mismatch, draw_sweep
 from first_order import DIRECTIONS, first_order, sampled_batch
 from hypothesis import given
 from hypothesis import strategies as st
 from lines import line_of, merged, read_lines, write_lines
 from sweeps import SWEEPS, cell_name, load_study
-from tables import comparison_table, controls_of, lines_of_sweeps, setting_of
+from tables import comparison_table, controls_of, lines_of_sweeps, pairs_table, setting_of
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.settings import ConstraintSettings
@@ -58,6 +58,27 @@ def test_seeds_that_do_not_differ_are_a_comparison_that_counts():
     assert paired_t_test([0.2]) == (0.2, None, None)
     assert paired_t_test([0.25, 0.25, 0.25]) == (0.25, 0.0, None)
     assert holm([test.p_value, 0.01, test.p_value]) == [1.0, 0.03, 1.0]
+
+
+def test_an_interval_by_hand():
+    """Mean 3 and standard error √(2.5/5) as above; the 97.5 % quantile of t with 4 degrees of freedom is 2.776."""
+    assert confidence_interval([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(
+        (3 - 2.776 * math.sqrt(0.5), 3 + 2.776 * math.sqrt(0.5)), abs=1e-3
+    )
+    assert confidence_interval([0.2]) is None
+
+
+@given(st.lists(st.integers(-3, 3), min_size=2, max_size=7))
+def test_sign_flips_are_counted(differences):
+    """The share of all choices of signs whose sum is as far from 0 as the observed one."""
+    signed = product(*((difference, -difference) for difference in differences))
+    sums = [sum(each) for each in signed]
+    expected = sum(abs(each) >= abs(sum(differences)) for each in sums) / len(sums)
+    assert sign_flip_p_value([float(d) for d in differences]) == pytest.approx(expected)
+
+
+def test_sign_flips_of_a_single_seed():
+    assert sign_flip_p_value([0.2]) is None
 
 
 def test_holm_by_hand():
@@ -226,6 +247,27 @@ def test_two_studies_of_a_sweep_are_compared_by_welch(study_folder):
     (nothing,) = lines_of_sweeps(study, [])
     _, rows = comparison_table(found, nothing)
     assert rows[0] == ["GRPO", "2", "40.0 ± 10.0", "0", "–", "–", "–"]
+
+
+def test_pairs_of_all_sweeps_are_corrected_together(study_folder):
+    """GRPO ends at 0.1·seed. TIS gains 0.2, 0.25 and 0.15; the lag of the other sweep has one seed in common."""
+    with open(study_folder / "first.yaml", "a") as file:
+        file.write("pairs: [[TIS, GRPO], [GRPO, TIS]]\n")
+    gains = {0: 0.20, 1: 0.25, 2: 0.15}
+    study = load_study(study_folder)
+    lines = lines_of(study, lambda name, seed: 0.1 * seed + (gains.get(seed, 0.0) if name == "TIS" else 0.0))
+    head, rows = pairs_table(lines_of_sweeps(study, lines))
+    first, second = (dict(zip(head, row, strict=True)) for row in rows)
+    assert (first["sweep"], first["first"], first["second"], first["seeds"]) == ("first", "TIS", "GRPO", "3")
+    assert first["difference, points"] == "+20.0 ± 2.9"
+    reach = 100 * 4.3027 * 0.05 / math.sqrt(3)  # t with 2 degrees of freedom
+    assert first["95 % interval"] == f"{20 - reach:+.1f} to {20 + reach:+.1f}"
+    assert (first["p (t)"], first["p (sign flips)"], first["p (sign flips, corrected)"]) == ("0.02", "0.25", "0.5")
+    assert second["difference, points"] == "-20.0 ± 2.9"
+    with open(study_folder / "second.yaml", "a") as file:
+        file.write("pairs: [[TIS, GRPO]]\n")
+    with pytest.raises(ValueError, match=r"second.yaml: pairs='TIS' is no variant: choose one of"):
+        load_study(study_folder)
 
 
 def test_runs_that_are_missing_are_said_to_be(study_folder):

@@ -1,4 +1,4 @@
-"""Means over seeds, and whether a difference is more than noise: Student's and Welch's t, with Holm's correction."""
+"""Means over seeds, and whether a difference is more than noise: t-tests, sign flips, and Holm's correction."""
 
 import math
 import statistics
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import ttest_1samp, ttest_ind_from_stats
+from scipy.stats import permutation_test, ttest_1samp, ttest_ind_from_stats
+from scipy.stats import t as student_t
 
 
 SIGNIFICANCE = 0.05  # corrected p-values below it are called a difference
@@ -46,6 +47,27 @@ def paired_t_test(differences: Sequence[float]) -> Difference:
     if error == 0:  # t is 0/0 or infinite
         return Difference(mean, error, 1.0 if mean == 0 else None)
     return Difference(mean, error, float(ttest_1samp(differences, 0.0).pvalue))
+
+
+def sign_flip_p_value(differences: Sequence[float]) -> float | None:
+    """Test the mean of differences by all 2ⁿ choices of their signs: exact, two-sided, at least 2 / 2ⁿ.
+
+    It assumes that without an effect each difference is as likely as its opposite, and no normal distribution. None
+    for a single difference.
+    """
+    if len(differences) < 2:
+        return None
+    flips = permutation_test((differences,), np.mean, permutation_type="samples", n_resamples=math.inf)
+    return float(flips.pvalue)
+
+
+def confidence_interval(differences: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean of differences by Student's t; None for a single one."""
+    value, error, _ = paired_t_test(differences)
+    if error is None:
+        return None
+    reach = float(student_t.ppf(0.975, len(differences) - 1)) * error
+    return value - reach, value + reach
 
 
 def unpaired_t_test(first: Sequence[float], second: Sequence[float]) -> Difference:

@@ -1,8 +1,10 @@
-"""The form of the study that the package does not have."""
+"""Forms of the study that the package does not have."""
 
+import torch
 from torch import Tensor
 
 from dc_trl.constraint.discrepancy import signed_discrepancy
+from dc_trl.constraint.forms import log_ratio
 from dc_trl.sampled_tokens import SampledTokens
 
 
@@ -21,3 +23,10 @@ def complete(tokens: SampledTokens, measure: str) -> Tensor:
     train, infer = tokens.detached_logps
     sign = gap.sign().where((train - infer).abs() > _RESOLUTION, 0.0)
     return gap.abs() + sign * train.exp()
+
+
+def shuffled_log_ratio(tokens: SampledTokens, measure: str) -> Tensor:
+    """Return the log ratios of the scored tokens in a random order: a control for what the pull aims at."""
+    ratios = log_ratio(tokens, measure)
+    values = ratios[tokens.scored]
+    return ratios.masked_scatter(tokens.scored, values[torch.randperm(len(values), device=values.device)])

@@ -12,7 +12,7 @@ from pathlib import Path
 from figures import draw_mismatch, draw_sweep
 from lines import read_lines
 from sweeps import SWEEPS, load_study
-from tables import HEAD, NONE, Table, comparison_table, lines_of_sweeps
+from tables import HEAD, NONE, Table, comparison_table, lines_of_sweeps, pairs_table
 
 from dc_trl.files import write_text
 from dc_trl.records.tables import markdown_table, print_table
@@ -52,6 +52,10 @@ def show_lines(
         if others:
             table = comparison_table(found, others[index])
             parts.append(_show(f"{name}, compared", table, range(len(table[0]))))
+    # All of the study's pairs, whichever sweeps are shown: they are corrected together.
+    pairs = pairs_table(lines_of_sweeps(load_study(folder), lines))
+    if pairs[1]:
+        parts.append(_show("pairs", pairs, range(len(pairs[0]))))
     draw_mismatch(lines, output / "mismatch.png")
     write_text(output / "tables.md", "\n".join(parts))
     print(f"wrote {output / 'tables.md'}, and the figures beside it")

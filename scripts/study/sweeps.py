@@ -15,7 +15,7 @@ from dc_trl.files import read_yaml
 
 SWEEPS = Path(__file__).with_name("sweeps")
 BASE_FILE = "base.yaml"
-KEYS = ("fixed", "grid", "list", "seeds", "reference")
+KEYS = ("fixed", "grid", "list", "seeds", "reference", "pairs")
 
 Cell = Mapping[str, Any]  # the fields in which a run differs from the base, apart from its seed
 
@@ -34,13 +34,17 @@ OWN_FORMS = {"complete": "own_forms:complete"}
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file: variants that share `base`, their seeds, and the variant that the others are compared with."""
+    """A sweep file: variants that share `base`, their seeds, and the variant that the others are compared with.
+
+    Each of `pairs` asks whether its first variant ends above its second.
+    """
 
     name: str
     base: dict[str, Any]
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     reference: Variant
+    pairs: tuple[tuple[Variant, Variant], ...] = ()
 
     def settings(self, variant: Variant) -> dict[str, Any]:
         """The settings of a variant, as lines and sweep files name them, without seed and output directory."""
@@ -138,7 +142,8 @@ def load_sweep(path: Path, base: Mapping[str, Any], seeds: Sequence[int] | None 
 
     Args:
         path: YAML with `fixed` (field → value, on top of the base), either `grid` (field → values: all combinations)
-            or `list` (name of a variant → its fields), `seeds`, and `reference` (a variant's name; else the first).
+            or `list` (name of a variant → its fields), `seeds`, `reference` (a variant's name; else the first), and
+            `pairs` of variants' names.
         base: the study's base.
         seeds: take the place of the file's.
 
@@ -158,14 +163,17 @@ def load_sweep(path: Path, base: Mapping[str, Any], seeds: Sequence[int] | None 
         variants = [Variant(name, fields or {}) for name, fields in sweep["list"].items()]
     named = {variant.name: variant for variant in variants}
     reference = sweep.get("reference", variants[0].name)
-    if reference not in named:
-        raise ValueError(f"{path}: reference={reference!r} is no variant: choose one of {', '.join(named)}.")
+    pairs = sweep.get("pairs", [])
+    for key, names in [("reference", [reference]), *(("pairs", pair) for pair in pairs)]:
+        if unknown := [name for name in names if name not in named]:
+            raise ValueError(f"{path}: {key}={unknown[0]!r} is no variant: choose one of {', '.join(named)}.")
     return Sweep(
         name=path.stem,
         base=dict(base) | sweep.get("fixed", {}),
         variants=tuple(variants),
         seeds=tuple(sweep["seeds"] if seeds is None else seeds),
         reference=named[reference],
+        pairs=tuple((named[first], named[second]) for first, second in pairs),
     )
 
 

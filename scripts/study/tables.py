@@ -7,7 +7,16 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from comparisons import SIGNIFICANCE, Difference, holm, mean_over_seeds, paired_t_test, unpaired_t_test
+from comparisons import (
+    SIGNIFICANCE,
+    Difference,
+    confidence_interval,
+    holm,
+    mean_over_seeds,
+    paired_t_test,
+    sign_flip_p_value,
+    unpaired_t_test,
+)
 from lines import PRIMARY, Line
 from sweeps import Cell, Study, Sweep, Variant, cell_name
 
@@ -37,6 +46,10 @@ HEAD = [
     *("steps to 50 %", "seconds"),
 ]
 COMPARED_HEAD = ["variant", "seeds", "greedy, %", "seeds, compared", "greedy, %, compared", "difference, points", "p"]
+PAIRS_HEAD = [
+    *("sweep", "first", "second", "seeds", "difference, points", "95 % interval"),
+    *("p (t)", "p (sign flips)", "p (sign flips, corrected)"),
+]
 NONE = "–"  # a cell without a value
 
 Table = tuple[list[str], list[list[str]]]  # head, rows
@@ -132,7 +145,7 @@ class SweepLines:
             _cell(lines, lambda line: line.last("sampled"), 100, 1),
             _cell(lines, lambda line: line.last("trained_greedy"), 100, 1),
             _points(compared),
-            _p_value(compared),
+            _p_value(compared and compared.p_value),
             _points(self.against_control(variant)),
             _cell(lines, lambda line: line.end("discrepancy"), 1e3, 2),
             _cell(lines, lambda line: line.end("k3"), 1e3, 2),
@@ -156,9 +169,32 @@ def comparison_table(found: SweepLines, compared: SweepLines) -> Table:
     tests = _corrected({variant: unpaired_t_test(*pair) for variant, pair in pairs.items() if all(pair)})
     rows = []
     for variant, pair in pairs.items():
+        test = tests.get(variant)
         cells = [cell for reached in pair for cell in (str(len(reached)), _mean(reached, 100, 1))]
-        rows.append([variant.name, *cells, _points(tests.get(variant)), _p_value(tests.get(variant))])
+        rows.append([variant.name, *cells, _points(test), _p_value(test and test.p_value)])
     return COMPARED_HEAD, rows
+
+
+def pairs_table(found: Sequence[SweepLines]) -> Table:
+    """Return the pairs that sweeps ask about, with the differences over the seeds that both variants have.
+
+    The last column is corrected (Holm) for the number of all pairs that have a run.
+    """
+    pairs = [(each, first, second) for each in found for first, second in each.sweep.pairs]
+    asked = [(*pair, _differences(*(pair[0].accuracy(variant) for variant in pair[1:]))) for pair in pairs]
+    asked = [pair for pair in asked if pair[-1]]
+    corrected = holm([sign_flip_p_value(differences) for *_, differences in asked])
+    rows = []
+    for (each, first, second, differences), p_value in zip(asked, corrected, strict=True):
+        test, interval = paired_t_test(differences), confidence_interval(differences)
+        rows.append(
+            [
+                *(each.sweep.name, first.name, second.name, str(len(differences)), _points(test)),
+                NONE if interval is None else " to ".join(f"{100 * end:+.1f}" for end in interval),
+                *(_plain_p_value(test.p_value), _plain_p_value(sign_flip_p_value(differences)), _p_value(p_value)),
+            ]
+        )
+    return PAIRS_HEAD, rows
 
 
 def lines_of_sweeps(study: Study, lines: Sequence[Line]) -> list[SweepLines]:
@@ -178,9 +214,14 @@ def lines_of_sweeps(study: Study, lines: Sequence[Line]) -> list[SweepLines]:
     return found
 
 
+def _differences(mine: Mapping[int, float], others: Mapping[int, float]) -> list[float]:
+    """Differences over the seeds that both have."""
+    return [mine[seed] - others[seed] for seed in sorted(mine.keys() & others.keys())]
+
+
 def _paired(mine: Mapping[int, float], others: Mapping[int, float]) -> Difference | None:
     """The test over the seeds that both have; None where there is none."""
-    differences = [mine[seed] - others[seed] for seed in sorted(mine.keys() & others.keys())]
+    differences = _differences(mine, others)
     return paired_t_test(differences) if differences else None
 
 
@@ -189,11 +230,13 @@ def _corrected(tests: Mapping[Variant, Difference]) -> dict[Variant, Difference]
     return {variant: test._replace(p_value=p) for (variant, test), p in zip(tests.items(), p_values, strict=True)}
 
 
-def _p_value(test: Difference | None) -> str:
+def _plain_p_value(p_value: float | None) -> str:
+    return NONE if p_value is None else f"{p_value:.2g}"
+
+
+def _p_value(p_value: float | None) -> str:
     """A corrected p-value, with a star where it makes a difference."""
-    if test is None or test.p_value is None:
-        return NONE
-    return f"{test.p_value:.2g}{' *' if test.p_value < SIGNIFICANCE else ''}"
+    return _plain_p_value(p_value) + (" *" if p_value is not None and p_value < SIGNIFICANCE else "")
 
 
 def _points(test: Difference | None) -> str:
