@@ -1,7 +1,8 @@
 """The figures of the study: how a sweep's variants learn, and where runs end by the mismatch that they had."""
 
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -11,10 +12,11 @@ from lines import PRIMARY, WINDOWS, Line
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
+from scipy.optimize import isotonic_regression
 from sweeps import Variant, as_number, show
 from tables import SweepLines, control_of, controls_of
 
-from dc_trl.report.figures import MUTED, PANEL_WIDTH, new_figure, save_figure
+from dc_trl.report.figures import INK, MUTED, PANEL_WIDTH, label_end, new_figure, save_figure
 
 
 # Neighbours differ in lightness too, and every pair for readers who see no red or no green.
@@ -36,12 +38,9 @@ GAIN = "points above GRPO in step"
 MISMATCH = "k3 at the end of the run, nats"
 LEAST = 1e-6  # a mismatch below it is drawn there, on an axis that has no 0
 LEGEND_ROW = 0.2  # inches
-
-SWITCHES = {
-    "train_through_quantization": "through quantization",
-    "routing_replay": "routing replay",
-    "length_decay": "length decay",
-}
+HEIGHT = 3.1  # inches, of a panel without its legend
+TITLE = 110  # letters of a line of the title
+MOST_LINES = 7  # that a reader tells apart; of more variants only the ends are drawn
 
 
 class Style(NamedTuple):
@@ -61,7 +60,7 @@ def series_style(index: int) -> Style:
 
 
 def draw_sweep(found: SweepLines, steps: int, path: Path) -> None:
-    """Draw how the variants of a sweep learn, or where they end over the two numbers that tell them apart.
+    """Draw how the variants of a sweep learn, or where they end, if they are many or two numbers tell them apart.
 
     Args:
         found: a sweep with its lines.
@@ -70,6 +69,8 @@ def draw_sweep(found: SweepLines, steps: int, path: Path) -> None:
     """
     if len(found.sweep.axes) == 2:
         _draw_grid(found, *found.sweep.axes, path)
+    elif len(found.sweep.variants) > MOST_LINES:
+        _draw_ends(found, path)
     else:
         _draw_learning(found, steps, path)
 
@@ -87,7 +88,7 @@ def draw_mismatch(lines: Sequence[Line], path: Path) -> None:
         if mismatch is not None and reached is not None and control:
             gain = 100 * (reached - fmean(control.values()))
             points.setdefault(kind_of(line), []).append((max(mismatch, LEAST), gain))
-    height = 3.1 + LEGEND_ROW * math.ceil(len(points) / 4)
+    height = HEIGHT + LEGEND_ROW * math.ceil(len(points) / 4)
     figure, (axes,) = new_figure(1, 1, width=2 * PANEL_WIDTH, height=height)
     for index, (kind, pairs) in enumerate(sorted(points.items())):
         colour, _, marker = series_style(index)
@@ -95,6 +96,7 @@ def draw_mismatch(lines: Sequence[Line], path: Path) -> None:
     axes.axhline(0, color=MUTED, linewidth=0.8, zorder=0)
     axes.set_xlabel(MISMATCH)
     axes.set_ylabel(GAIN)
+    _title(figure, "The same k3 costs one method 25 points and another none")
     if points:
         axes.set_xscale("log")
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
@@ -104,18 +106,19 @@ def draw_mismatch(lines: Sequence[Line], path: Path) -> None:
 def kind_of(line: Line) -> str:
     """Return what acts on a run's mismatch: a form of the constraint, a correction, a switch, or nothing (GRPO)."""
     cell = line.cell
-    kinds = []
     if cell.get("constraint", "none") != "none":
-        kinds.append(str(cell.get("constraint_form", "injected")))
-    if cell.get("rollout_correction", "none") != "none":
-        kinds.append(str(cell["rollout_correction"]))
-    kinds += [words for field, words in SWITCHES.items() if cell.get(field)]
-    return " + ".join(kinds) or "GRPO"
+        signed = cell.get("constraint_form") in ("log_ratio", "quadratic")
+        return "signed forms" if signed else "the paper's and other forms"
+    if (correction := cell.get("rollout_correction", "none")) != "none":
+        return "PPO's clip" if correction == "ppo_clip" else "truncations and masks"
+    switches = cell.keys() & {"train_through_quantization", "routing_replay", "length_decay"}
+    return "alignment, replay, length decay" if any(cell[name] for name in switches) else "GRPO"
 
 
 def _draw_learning(found: SweepLines, steps: int, path: Path) -> None:
     """Training reward over steps, and greedy accuracy at the evaluations: means and standard errors over seeds."""
-    figure, (left, right) = _two_panels(math.ceil(len(found.sweep.variants) / 3))
+    figure, (left, right) = _two_panels()
+    ends: dict[str, tuple[float, str]] = {}
     for index, variant in enumerate(found.sweep.variants):
         lines = list(found.lines[variant].values())
         if not lines:
@@ -123,13 +126,28 @@ def _draw_learning(found: SweepLines, steps: int, path: Path) -> None:
         _draw_rewards(left, [each.curves["reward"] for each in lines if "reward" in each.curves], steps, index)
         at = sorted(set.intersection(*(set(each.evaluations.get(PRIMARY, {})) for each in lines)))
         means = [mean_over_seeds([each.evaluations[PRIMARY][step] for each in lines]) for step in at]
-        _draw_means(right, at, means, index, variant.name)
+        ends[variant.name] = _draw_means(right, at, means, index)
     left.set_ylabel("training reward, sampled")
     right.set_ylabel(ACCURACY)
     for axes in (left, right):
         axes.set_xlabel("optimizer step")
         axes.set_ylim(bottom=0)
-    _finish(figure, right, path)
+    _finish(figure, found, right, ends, path)
+
+
+def _draw_ends(found: SweepLines, path: Path) -> None:
+    """Greedy accuracy of each variant at the end, the best at the top: means and standard errors over seeds."""
+    means = {v.name: mean_over_seeds(list(at.values())) for v in found.sweep.variants if (at := found.accuracy(v))}
+    figure, (axes,) = new_figure(width=2 * PANEL_WIDTH, height=1.0 + 0.24 * max(1, len(means)))
+    ranked = sorted(means, key=lambda name: means[name].value)
+    for place, name in enumerate(ranked):
+        mean, reference = means[name], name == found.sweep.reference.name
+        error = 100 * (mean.standard_error or 0.0)
+        axes.errorbar(100 * mean.value, place, xerr=error, fmt="o", capsize=3, color=SERIES[reference])
+    axes.set_yticks(range(len(ranked)), ranked)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(ACCURACY)
+    _finish(figure, found, axes, {}, path)
 
 
 def _draw_rewards(axes: Axes, curves: Sequence[Sequence[float | None]], steps: int, index: int) -> None:
@@ -147,8 +165,9 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
     """Greedy accuracy over one field, a series for each value of the other; and, in the same series, points above GRPO
     in step over the mismatch at the end: means and standard errors over seeds."""
     values = list({show(variant.fields[of_series]): None for variant in found.sweep.variants})
-    figure, (left, right) = _two_panels(math.ceil(len(values) / 3))
+    figure, (left, right) = _two_panels()
     mismatches: list[float] = []
+    labels: dict[str, tuple[float, str]] = {}
     for index, value in enumerate(values):
         of_value = [variant for variant in found.sweep.variants if show(variant.fields[of_series]) == value]
         ended = {variant: list(reached.values()) for variant in of_value if (reached := found.accuracy(variant))}
@@ -156,7 +175,7 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
             continue
         places = [_place(variant, of_axis) for variant in ended]
         means = [mean_over_seeds(reached) for reached in ended.values()]
-        _draw_means(left, places, means, index, f"{of_series} {value}")
+        labels[f"{of_series} {value}"] = _draw_means(left, places, means, index)
         for variant in ended:
             test = found.against_control(variant)
             ends = [end for line in found.lines[variant].values() if (end := line.end("k3")) is not None]
@@ -179,7 +198,7 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
     if mismatches:  # whole decades, whose numbers have room
         low, high = (math.floor(math.log10(end)) for end in (min(mismatches), max(mismatches)))
         right.set_xlim(10.0**low, 10.0 ** (high + 1))
-    _finish(figure, left, path)
+    _finish(figure, found, left, labels, path)
 
 
 def _place(variant: Variant, field: str) -> float:
@@ -189,23 +208,41 @@ def _place(variant: Variant, field: str) -> float:
     return number
 
 
-def _draw_means(axes: Axes, x: Sequence[float], means: Sequence[Mean], index: int, label: str | None = None) -> None:
-    """Means of shares, in percent, with their errors, in the style of the series with this number."""
+def _draw_means(axes: Axes, x: Sequence[float], means: Sequence[Mean], index: int) -> tuple[float, str]:
+    """Means of shares, in percent, with their errors, in the style of the series with this number.
+
+    Returns:
+        The last mean, in percent, and the series' colour.
+    """
     colour, line, marker = series_style(index)
     values = [100 * mean.value for mean in means]
     errors = [100 * (mean.standard_error or 0.0) for mean in means]
-    axes.errorbar(
-        x, values, errors, marker=marker, markersize=4.5, capsize=3, label=label, color=colour, linestyle=line
+    axes.errorbar(x, values, errors, marker=marker, markersize=4.5, capsize=3, color=colour, linestyle=line)
+    return values[-1], colour
+
+
+def _two_panels() -> tuple[Figure, list[Axes]]:
+    return new_figure(1, 2, width=2 * PANEL_WIDTH, height=HEIGHT)
+
+
+def _finish(figure: Figure, found: SweepLines, axes: Axes, ends: Mapping[str, tuple[float, str]], path: Path) -> None:
+    """Write the names of lines at their ends on `axes`, apart from each other, and the sweep's message above all."""
+    ranked = sorted(ends, key=lambda name: ends[name][0])
+    low, high = axes.get_ylim()
+    apart = 0.065 * (high - low)  # a line of text
+    # The places nearest to the ends that are this far apart (least squares).
+    steps = [rank * apart for rank in range(len(ranked))]
+    flat = (
+        isotonic_regression([ends[name][0] - step for name, step in zip(ranked, steps, strict=True)]).x
+        if ranked
+        else []
     )
-
-
-def _two_panels(legend_rows: int) -> tuple[Figure, list[Axes]]:
-    """Two axes side by side, as high with a long legend as with a short one."""
-    return new_figure(1, 2, width=2 * PANEL_WIDTH, height=3.1 + LEGEND_ROW * legend_rows)
-
-
-def _finish(figure: Figure, labelled: Axes, path: Path) -> None:
-    handles, names = labelled.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    for name, place, step in zip(ranked, flat, steps, strict=True):
+        label_end(axes, place + step, name, ends[name][1])
+    if found.sweep.message:
+        _title(figure, found.sweep.message)
     save_figure(figure, path)
+
+
+def _title(figure: Figure, message: str) -> None:
+    figure.suptitle(textwrap.fill(message, TITLE), x=0.01, ha="left", fontsize=11, color=INK)

@@ -15,7 +15,7 @@ from dc_trl.files import read_yaml
 
 SWEEPS = Path(__file__).with_name("sweeps")
 BASE_FILE = "base.yaml"
-KEYS = ("fixed", "grid", "list", "seeds", "reference", "pairs")
+KEYS = ("fixed", "grid", "list", "seeds", "reference", "pairs", "message")
 
 Cell = Mapping[str, Any]  # the fields in which a run differs from the base, apart from its seed
 
@@ -36,7 +36,7 @@ OWN_FORMS = {"complete": "own_forms:complete"}
 class Sweep:
     """A sweep file: variants that share `base`, their seeds, and the variant that the others are compared with.
 
-    Each of `pairs` asks whether its first variant ends above its second.
+    Each of `pairs` asks whether its first variant ends above its second. `message` is the title of the figure.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Sweep:
     seeds: tuple[int, ...]
     reference: Variant
     pairs: tuple[tuple[Variant, Variant], ...] = ()
+    message: str = ""
 
     def settings(self, variant: Variant) -> dict[str, Any]:
         """The settings of a variant, as lines and sweep files name them, without seed and output directory."""
@@ -142,8 +143,8 @@ def load_sweep(path: Path, base: Mapping[str, Any], seeds: Sequence[int] | None 
 
     Args:
         path: YAML with `fixed` (field → value, on top of the base), either `grid` (field → values: all combinations)
-            or `list` (name of a variant → its fields), `seeds`, `reference` (a variant's name; else the first), and
-            `pairs` of variants' names.
+            or `list` (name of a variant → its fields), `seeds`, `reference` (a variant's name; else the first),
+            `pairs` of variants' names, and `message`, what its figure shows in a sentence.
         base: the study's base.
         seeds: take the place of the file's.
 
@@ -174,6 +175,7 @@ def load_sweep(path: Path, base: Mapping[str, Any], seeds: Sequence[int] | None 
         seeds=tuple(sweep["seeds"] if seeds is None else seeds),
         reference=named[reference],
         pairs=tuple((named[first], named[second]) for first, second in pairs),
+        message=sweep.get("message", ""),
     )
 
 
