@@ -225,14 +225,18 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
     whole, rest, floor = split.whole.value, split.unexplained.value, split.floor.value
     causes = sum(share.value for share in split.shares.values())
     found = []
-    if causes >= _LARGE * whole:
-        advice = (
-            f"{causes / whole:.0%} of δ̄ is the number format and the arithmetic: set train_through_quantization: true "
-            "(recipe: format, or recipe: both where weights lag too). The training forward is then the deployed one; "
-            f"{rest:.2g} is left."
+    of_format = f"{causes / whole:.0%} of δ̄ is the number format and the arithmetic"
+    through = "train_through_quantization: true (recipe: format, or recipe: both where weights lag too)"
+    kept = f"An engine that adds up in another order than training keeps {floor:.2g}, whatever is set."
+    if causes >= _LARGE * whole and floor >= whole / 2:
+        found.append(
+            f"{of_format}, but another order of the float32 sums alone gives {floor / whole:.0%}: train as usual. "
+            f"{through} helps little. {kept}"
         )
+    elif causes >= _LARGE * whole:
+        advice = f"{of_format}: set {through}. The training forward is then the deployed one; {rest:.2g} is left."
         if rest < floor / 2 and floor >= _LARGE * whole:  # the engine has the kernels of training
-            advice += f" An engine that adds up in another order than this one keeps {floor:.2g}, whatever is set."
+            advice += f" {kept}"
         found.append(advice)
     if rest >= _LARGE * whole:
         advice = (

@@ -33,7 +33,7 @@ LINE_STYLES: tuple[LineStyle, ...] = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
-ACCURACY = "greedy accuracy as deployed, %"
+ACCURACY = "greedy reward as deployed, %"
 GAIN = "points above GRPO in step"
 MISMATCH = "k3 at the end of the run, nats"
 LEAST = 1e-6  # a mismatch below it is drawn there, on an axis that has no 0
