@@ -18,7 +18,7 @@ CLIP_COSTS_IN_STEP = 1e-3
 # Above this, signed forms undid the training with a sampler in step (INT3). With a sampler whose weights lag, they and
 # PPO's clip then repaired little (INT3, NVFP4) or harmed (SmolLM2-135M in FP8).
 PULLS_HARM_IN_STEP = 3e-3
-# Above this, with a sampler whose weights lag, GRPO lost 14 points in the median, and all 77 in a task of long answers.
+# Above this, with a sampler whose weights lag, GRPO lost 14 points in the median, and 77 in a task of long answers.
 LAG_COSTS = 2e-3
 # Above this, each run of GRPO, with a lag or in two bits, lost 8 points or more: the sampler is another policy.
 FAR = 1e-2
