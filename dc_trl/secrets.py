@@ -10,7 +10,7 @@ HIDDEN = "(hidden)"
 _NAME = re.compile(r"(token|key|secret|passw(or)?d|pwd|credentials?|authorization|auth|cookie)$", re.IGNORECASE)
 # Values that are secrets by their form, and the parts of a URL that may hold secrets.
 _FORMS = re.compile(
-    r"\b(hf_|sk-|ghp_|github_pat_|wandb_v1_)[\w-]{16,}|(?i:\bbearer\s+\S+)"
+    r"\b(hf_|sk-|ghp_|github_pat_|wandb_v1_)[\w-]{16,}|(?i:\b(bearer|authorization:\s*\w+)\s+\S+)"
     r"|(?i:(?<=token=)|(?<=key=)|(?<=secret=)|(?<=password=))\S+"
 )
 _URL_PARTS = re.compile(r"(?<=://)[^\s/?#@]*@|(?<=[?&])[^\s=&#]+=[^\s&#]*")

@@ -249,7 +249,7 @@ def test_shards_hold_together_what_one_file_holds(tmp_path, monkeypatch):
     monkeypatch.setattr("dc_trl.quantization.checkpoint._SHARD_BYTES", 30_000)
     write(model, "fp8", tmp_path / "sharded")
     files = sorted(file.name for file in (tmp_path / "sharded").glob("*.safetensors"))
-    assert files == [f"model-{number:05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     assert len(files) > 2
     whole, sharded = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "sharded")
     assert whole.keys() == sharded.keys()

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+from dc_trl.evaluation.engines import EvaluatedModel, fingerprint
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare, comparison_table, evaluation_table
 from dc_trl.evaluation.samples import Sample
 from dc_trl.grading.rewards import arithmetic_reward
@@ -163,6 +164,17 @@ def test_samples_of_another_evaluation_are_refused(replica, tokenizer, tmp_path,
     limit = change.pop("limit", 2)
     with pytest.raises(ValueError, match=words):
         run(engine, tmp_path, [Benchmark.load("arithmetic", samples=1, limit=limit)], **change)
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    of_hub = tmp_path / "models--me--mine"
+    (of_hub / "snapshots" / "abc123").mkdir(parents=True)
+    (of_hub / "snapshots" / "abc123" / "config.json").write_text("{}")
+    (of_hub / "refs").mkdir()
+    (of_hub / "refs" / "main").write_text("abc123")
+    assert fingerprint(EvaluatedModel("me/mine", "main", None, None)) == "abc123"
+    assert fingerprint(EvaluatedModel("me/other", "main", None, None)) == "main"
 
 
 def test_gold_answers_that_cannot_be_graded_count_nowhere():

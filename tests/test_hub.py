@@ -17,7 +17,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
-from dc_trl.hub.push import run_files
+from dc_trl.hub.push import _ABSOLUTE, run_files
 from dc_trl.quantization.checkpoint import write_deployable
 
 from .helpers import ROOT, TINY_MODEL, distinct_characters, load_script, make_config, make_prompts
@@ -189,6 +189,31 @@ def test_a_plain_trainer_pushes_what_there_is(hub, tmp_path):
     names = {name for name in hub.files[f"{USER}/run"] if name.endswith(".safetensors")}
     assert "model.safetensors" not in names
     assert len(names) > 1
+
+
+def test_a_deployment_in_several_files_is_pushed_whole(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("dc_trl.quantization.checkpoint._SHARD_BYTES", 500_000)
+    folder = tmp_path / "run"
+    (folder / "deployment").mkdir(parents=True)
+    (folder / "deployment" / "notes.txt").write_text("mine")
+    trainer = make_trainer(folder, callbacks=[], export_run=False)
+    trainer.push_to_hub()
+    assert (folder / "deployment.1" / "notes.txt").read_text() == "mine"
+    files = hub.files[f"{USER}/run"]
+    parts = set(json.loads(files["deployment/model.safetensors.index.json"])["weight_map"].values())
+    assert len(parts) > 1
+    assert {f"deployment/{name}" for name in parts} == {
+        name for name in files if name.startswith("deployment/") and name.endswith(".safetensors")
+    }
+
+
+def test_paths_of_this_machine_in_what_is_pushed():
+    text = (
+        '{"model": "/home/me/mine", "serve_options": ["--download-dir=/home/me/cache", "a/b=c"], "id": "a/b"}'
+    )
+    assert _ABSOLUTE.sub(r"\1", text) == (
+        '{"model": "mine", "serve_options": ["--download-dir=cache", "a/b=c"], "id": "a/b"}'
+    )
 
 
 @pytest.mark.parametrize("base_id", [f"{USER}/base", None])

@@ -10,12 +10,14 @@ from transformers import AutoModelForCausalLM
 from trl.generation.vllm_client import VLLMClient
 
 from dc_trl.serving.client import ServerClient
+from dc_trl.serving.connection import Connection
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.fit import check_server
 from dc_trl.serving.server import VLLMServer
 
 from .gaps import PROMPTS, mean_gap
 from .helpers import ROOT, TINY_MODEL, at_server, make_model, make_tokenizer, make_trainer, program, succeed
+from .stub_server import stub_server
 from .vllm_server import Serve, complete, requires_vllm, serving, wait_until_gone
 
 
@@ -138,6 +140,7 @@ def occupied():
         ({"--model": "/no/such/model"}, ["model='/no/such/model' does not exist"]),
         ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "Address already in use", "choose another port"]),
         ({"--host": "192.0.2.1"}, ["host='192.0.2.1'", "Cannot assign requested address"]),
+        ({"--": "--host=0.0.0.0"}, ["--host=0.0.0.0 among the further options", "set host and port themselves"]),
     ],
 )
 def test_what_cannot_start_is_refused_before_vllm_is_started(options, words, occupied, tmp_path, monkeypatch, capsys):
@@ -171,6 +174,16 @@ def test_keys_among_the_options_are_not_shown(options, tmp_path):
     assert "VLLM_API_KEY='(hidden)'" in server.command
     assert "--max-logprobs -1" in server.command
     assert server.arguments[-len(options) :] == options  # the server gets them
+
+
+@requires_vllm
+def test_another_server_that_took_the_port_is_not_taken_for_ours(tmp_path, monkeypatch):
+    with stub_server() as stub:
+        monkeypatch.setattr("dc_trl.serving.server.free_port", lambda host, port: int(stub.url.rpartition(":")[2]))
+        server = VLLMServer("unused", log_path=tmp_path / "log", options=["--nothing"], start_timeout=120)
+        assert Connection(server.url).why_down() is None
+        with pytest.raises(ServerError, match="ended with exit code"):
+            server.start()
 
 
 def test_a_key_is_not_shown_in_the_servers_last_words(tmp_path):

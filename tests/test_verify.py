@@ -104,6 +104,24 @@ def test_hashes_of_fused_transposed_and_padded_layers_are_the_checkpoints(tmp_pa
     assert compared()[1] == ["model.embed_tokens.weight"]
 
 
+def test_what_a_hash_cannot_tell():
+    """vLLM 0.32 keeps reciprocals of NVFP4's scales, and with tensor parallelism each process hashes its part; with
+    data parallelism each has all."""
+    own = {"model.norm.weight": torch.ones(4), "a.weight_global_scale": torch.tensor([4.0]), "a.bias": torch.ones(4)}
+    right, other = ({name: digest(tensor * factor) for name, tensor in own.items()} for factor in (1.0, 2.0))
+    norm, scale, bias = own
+
+    def compared(*ranks):
+        hashes = [{f"{rank}:{name}": hashed for name, hashed in found.items()} for rank, found in ranks]
+        return compare_hashes({name: hashed for found in hashes for name, hashed in found.items()}, own)
+
+    assert compared(("dp0:tp0", right | {scale: other[scale]})) == ([], [scale])
+    parts = right | {bias: other[bias]}
+    assert compared(("dp0:tp0", parts), ("dp0:tp1", parts)) == ([], [bias])
+    for stale in (0, 1):
+        assert compared(*((f"dp{n}:tp0", other if n == stale else right) for n in range(2)))[0] == [norm, scale, bias]
+
+
 def test_versions_are_counted_for_a_server_without_them_until_it_is_restarted(capsys):
     with stub_server() as stub:
         stub.says = {"/weight_info": (404, "Not Found"), "/update_weight_version": (404, "Not Found")}

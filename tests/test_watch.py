@@ -130,6 +130,9 @@ def test_only_a_complete_checkpoint_is_taken(tmp_path):
     save(make_model(), tmp_path / "checkpoint-1")
     save(make_model(), tmp_path / "global_step_2" / "actor" / "huggingface")  # verl's layout
     whole = tmp_path / "global_step_2" / "actor" / "huggingface"
+    # What `dc-trl train` exports is quantized, and no policy that is trained.
+    save(make_model(), whole / "deployment")
+    save(make_model(), whole / ".deployment-1.partial")
     assert newest_checkpoint(tmp_path).step == 2
     assert newest_checkpoint(tmp_path).path == whole
     make_model().save_pretrained(tmp_path / "checkpoint-3", max_shard_size="20KB")

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from ..records.runs import DEPLOYMENT_FOLDER
 from ..rollouts.neutral_sampling import SERVER_DEFAULTS
 from ..serving.connection import Connection
 from .causes import disturb
@@ -24,6 +25,7 @@ from .settings import CalibrationSettings
 
 _CONFIGS = ("config.json", "adapter_config.json")
 _SHARD = re.compile(r"-of-\d+\.safetensors$")
+_PASSED_OVER = re.compile(rf"\.|{DEPLOYMENT_FOLDER}$")
 _STEP = re.compile(r"(?:checkpoint-|global_step_)(\d+)")
 
 
@@ -47,6 +49,8 @@ def newest_checkpoint(directory: Path) -> Checkpoint | None:
     A checkpoint is complete if all of its safetensors files are, and its index, which is written last, names them.
     """
     folders = {file.parent for name in _CONFIGS for file in directory.rglob(name)}
+    # `dc-trl train` keeps the quantized policy beside the one that it trains, and writes it under a hidden name first.
+    folders = {folder for folder in folders if not any(map(_PASSED_OVER.match, folder.relative_to(directory).parts))}
     found = [checkpoint for folder in folders if (checkpoint := _complete(folder)) is not None]
     return max(found, key=lambda checkpoint: (checkpoint.written, checkpoint.step or 0), default=None)
 

@@ -19,6 +19,7 @@ from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
 from ..evaluation.results import Evaluation, print_comparison, print_evaluations
 from ..quantization.schemes import SERVED_SCHEMES
 from ..rollouts.sampling import ENGINE_HELP, Sampling
+from ..secrets import hide_in_options
 from ..serving.errors import ServerError
 from ..settings.command_line import (
     OptionParser,
@@ -120,7 +121,11 @@ def run(args: argparse.Namespace) -> None:
                 folder,
                 sampling=sampling,
                 seed=args.seed,
-                settings={"weights": weights, "engine": "replica" if spec.kind == "replica" else "vllm"},
+                settings={
+                    "weights": weights,
+                    "engine": "replica" if spec.kind == "replica" else "vllm",
+                    "serve_options": hide_in_options(args.serve_options),
+                },
                 chat_template_kwargs=args.chat_template_kwargs,
             )
         evaluations.append(evaluation)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..rollouts.replica import Replica
@@ -121,7 +122,9 @@ def require_served(url: str, disclosed: Disclosed, model: str, scheme: str | Non
 
 
 def fingerprint(model: EvaluatedModel) -> str:
-    """Return what identifies the weights of a model: its revision, or size and time of the files."""
-    files = sorted(Path(model.name).glob("*.safetensors"))
-    stamps = (f"{file.name}: {file.stat().st_size} bytes, {file.stat().st_mtime_ns}" for file in files)
-    return ", ".join(stamps) or model.revision
+    """Return what identifies the weights of a model: size and time of its files, or its commit on the Hub."""
+    if Path(model.name).is_dir():
+        files = sorted(Path(model.name).glob("*.safetensors"))
+        return ", ".join(f"{file.name}: {file.stat().st_size} bytes, {file.stat().st_mtime_ns}" for file in files)
+    cached = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
+    return Path(cached).parent.name if isinstance(cached, str) else model.revision

@@ -46,9 +46,10 @@ RUN_FILES = (CARD_FILE, HISTORY_FILE, FIGURE_FILE, SUMMARY_FILE, SETTINGS_FILE)
 # Files of a checkpoint that resuming does not need: pickled arguments, unfinished files, and the card that PEFT writes
 # beside each adapter, whose base the Hub refuses if it is a directory.
 _NOT_TO_RESUME = [f"*{TRAINING_ARGS_NAME}", f"*{CARD_FILE}", ".*", "*/.*"]
-# Files that may name directories of this machine, and an absolute path of two parts or more in JSON.
+# Files that may name directories of this machine, and an absolute path of two parts or more in JSON: a whole text, or
+# what follows the "=" of an option.
 _WITH_PATHS = ("config.json", "adapter_config.json", CONTRACT_FILE, "trainer_state.json", SETTINGS_FILE, HISTORY_FILE)
-_ABSOLUTE = re.compile(r'"(?:file://)?/(?:[^"/\n]+/)+([^"/\n]+)/?"')
+_ABSOLUTE = re.compile(r'(?<=["=])(?:file://)?/(?:[^"/\n]+/)+([^"/\n]+)/?(?=")')
 
 logger = logging.get_logger(__name__)
 
@@ -171,7 +172,7 @@ class HubClient:
         text = read_text(path)
         if path.name == "adapter_config.json" and (base := self._args.hub_base_model_id) is not None:
             text = json.dumps(json.loads(text) | {"base_model_name_or_path": base}, indent=2)
-        return _ABSOLUTE.sub(r'"\1"', text).encode()
+        return _ABSOLUTE.sub(r"\1", text).encode()
 
 
 @contextmanager

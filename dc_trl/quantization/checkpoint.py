@@ -156,10 +156,16 @@ class CheckpointWriter:
         if missing:
             raise KeyError(f"{len(missing)} weights of the policy are missing, {min(missing)} among them")
         last = _save(held, directory, files)
-        if len(set(files.values())) == 1:
+        shards = sorted(set(files.values()))
+        if len(shards) == 1:
             last.rename(directory / SAFE_WEIGHTS_NAME)
-        else:
-            write_text(directory / SAFE_WEIGHTS_INDEX_NAME, json.dumps({"metadata": {}, "weight_map": files}))
+            return
+        # The names of `save_pretrained`, which say how many there are.
+        names = {name: f"{name.removesuffix('.safetensors')}-of-{len(shards):05d}.safetensors" for name in shards}
+        for name, numbered in names.items():
+            (directory / name).rename(directory / numbered)
+        index = {"metadata": {}, "weight_map": {key: names[name] for key, name in files.items()}}
+        write_text(directory / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index))
 
     def _stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the checkpoint's tensors of a weight by name, on the CPU, none of which shares memory with it."""

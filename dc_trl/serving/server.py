@@ -114,6 +114,9 @@ class VLLMServer:
         environment: dict[str, str] | None = None,
         report: Callable[[str], None] = print,
     ):
+        for option in options:
+            if option.partition("=")[0] in ("--host", "--port"):
+                raise ValueError(f"{option} among the further options of vllm serve: set host and port themselves.")
         self.host = host
         self.port = free_port(host, port)
         on_cpu = "cpu" in vllm_version()
@@ -130,7 +133,9 @@ class VLLMServer:
         self._report = report
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._log_begin = 0  # start of the present server's output in the log file
-        self.environment = {"VLLM_SERVER_DEV_MODE": "1"}  # enables the endpoints that take new weights
+        # The endpoints that take new weights; and scales of blocks as they are in the checkpoint, which DeepGEMM's
+        # kernels on Hopper and Blackwell would round up to powers of two, requantizing the weights.
+        self.environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
         if on_cpu:
             self.environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
@@ -184,7 +189,7 @@ class VLLMServer:
         begin = reported = time.monotonic()
         connection = Connection(self.url)
         try:
-            while connection.why_down() is not None:
+            while connection.why_down() is not None or not self._listens():
                 waited = time.monotonic() - begin
                 ended = self._watchdog.poll() is not None
                 if ended or waited > self._start_timeout:
@@ -200,6 +205,15 @@ class VLLMServer:
             self.stop()
             raise
         self._report(f"vLLM is up at {self.url} after {time.monotonic() - begin:.0f} s")
+
+    def _listens(self) -> bool:
+        """Whether it is this server that listens at the port, and not one that took the port since it was chosen."""
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._watchdog.pid).children(recursive=True) if self._watchdog else ():
+                ports = {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+                if self.port in ports:
+                    return True
+        return False
 
     def stop(self) -> None:
         """End the server and all its processes, by force if they take longer than 20 seconds."""

@@ -178,8 +178,8 @@ class RunTrainer(SamplingTrainer):
     def save_deployment(self, directory: str | os.PathLike[str]) -> None:
         """Write the policy as it is deployed, in `deployment_scheme` or bf16; see `CheckpointWriter.write`.
 
-        With `lora_deployment="adapter"` the directory has the base, and the adapter in `adapter/`. Every process must
-        call it.
+        With `lora_deployment="adapter"` the directory has the base, and the adapter in `adapter/`. A directory that
+        holds no model is a user's own, and is renamed. Every process must call it.
 
         Raises:
             ValueError: see `deployed_tensors`.
@@ -188,7 +188,12 @@ class RunTrainer(SamplingTrainer):
         beside = unwrapped(self.accelerator, self.model) if self.args.lora_deployment == "adapter" else None
         tensors = self.deployed_tensors() if beside is None else policy_tensors(beside, adapters=False)
         if self.accelerator.is_main_process:
-            self._checkpoint_writer.write(tensors, directory, self._facts(), beside)
+            folder = Path(directory).resolve()
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if not (folder / "config.json").is_file():
+                for kept in set_aside([folder]).values():
+                    logger.warning(f"{folder} holds no deployed checkpoint and is kept as {kept.name}.")
+            self._checkpoint_writer.write(tensors, folder, self._facts(), beside)
         for _ in tensors:
             pass  # takes part in gathering
 
@@ -224,14 +229,8 @@ class RunTrainer(SamplingTrainer):
             raise ValueError(f"{error} Or set export_run=False to train without an export.") from error
 
     def _export(self, directory: str | os.PathLike[str]) -> None:
-        """Write the deployable checkpoint into a directory; a user's folder of that name is renamed."""
         folder = Path(directory).resolve() / DEPLOYMENT_FOLDER
         with self.parts_clock.part("saving"):
-            if self.accelerator.is_main_process:
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                if not (folder / "config.json").is_file():
-                    for kept in set_aside([folder]).values():
-                        logger.warning(f"{folder} holds no deployed checkpoint and is kept as {kept.name}.")
             self.save_deployment(folder)
             logger.info(f"The policy is exported: {serve_line(folder)}")
 
