@@ -73,11 +73,6 @@ class SampledTokens(NamedTuple):
         return self.advantages.unsqueeze(1) if self.advantages.dim() == 1 else self.advantages
 
     @property
-    def token_age(self) -> Tensor | int:
-        """Age that broadcasts over the tokens, shape (B, 1), or a number."""
-        return self.age.unsqueeze(1) if isinstance(self.age, Tensor) else self.age
-
-    @property
     def detached_logps(self) -> tuple[Tensor, Tensor]:
         """log π_train and log π_inf without gradients; see `detached`."""
         return detached(self.train_logps, self.infer_logps)

@@ -13,6 +13,7 @@ additional forward pass.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -21,11 +22,10 @@ from torch import Tensor
 from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
-from .constraint.advantages import zero_std_groups
 from .constraint.corrections import correction_of
 from .constraint.forms import form_of
 from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.statistics import BatchStatistics, batch_metrics
+from .constraint.statistics import BatchStatistics, batch_metrics, zero_std_groups
 from .constraint.thresholds import LEVEL_BATCHES, drift_warning, k3_of, level_in_step
 from .gate import require_comparable
 from .records.clock import timed
@@ -79,26 +79,13 @@ class DCGRPOTrainer(RunTrainer):
     Args:
         model: policy to be trained: a causal language model, or its Hub id or directory, which is loaded with
             `args.model_init_kwargs`.
-        reward_funcs: functions that take prompts, completions and the data set's other columns, and return one reward
-            or `None` for each completion; or reward models. Their rewards are summed with `args.reward_weights`. They
-            may be omitted if an environment gives the reward.
         args: settings; by default those of `DCGRPOConfig`, as in TRL. Nothing is measured then, unless a
             `rollout_func` returns log-probabilities.
         train_dataset: rows with a `prompt`, plain or conversational. It may be omitted if an environment gives the
             prompts. A stream needs `args.max_steps`, and begins anew when it ends before.
-        eval_dataset: held-out rows, or several data sets by name.
-        processing_class: tokenizer or processor, padding on the left; by default the model's.
-        reward_processing_classes: tokenizers of the reward models, in the order of `reward_funcs`.
-        callbacks: further callbacks.
-        optimizers: optimizer and scheduler; by default those that `args` describes.
         quantization_config: quantization of a model that is given by name, for QLoRA together with `peft_config`.
-        peft_config: adapter that is trained in place of the model.
-        tools: typed and documented functions that the policy may call while it generates; their output is not trained
-            on.
         rollout_func: function that samples in place of an engine. It takes prompts and the trainer, and returns
             `prompt_ids`, `completion_ids` and `logprobs`. It contradicts `deployment_scheme` without vLLM.
-        environment_factory: function that makes an environment for each rollout; its methods are tools, and it may
-            give prompts and rewards.
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier`): λ; constant with `constraint="static"`.
@@ -368,7 +355,8 @@ class DCGRPOTrainer(RunTrainer):
         if self._quantized_self is None:  # the policy trains through the deployed forward
             return train_logps.detach()
         kwargs |= {"compute_entropy": False, "compute_aux_loss": False}
-        with torch.no_grad(), self._quantized_self.active():
+        uncounted = nullcontext() if self.replay is None else self.replay.uncounted()
+        with torch.no_grad(), self._quantized_self.active(), uncounted:
             logps = super().score_tokens(model, *args, **kwargs)[0]
         return logps if self.logps_among_kept is None else self.logps_among_kept
 

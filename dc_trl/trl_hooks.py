@@ -25,7 +25,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from datasets import IterableDataset
 from peft import PeftModel
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -373,7 +373,8 @@ class HookedTrainer(GRPOTrainer):
 def base_rates(scheduler: LRScheduler | AcceleratedScheduler) -> list[float | Tensor]:
     """Return the learning rate of each parameter group before it is scheduled; none where DeepSpeed schedules."""
     inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
-    return list(inner.base_lrs) if isinstance(inner, LRScheduler) else []
+    has_rates = isinstance(inner, LRScheduler) and not isinstance(inner, ReduceLROnPlateau)
+    return list(inner.base_lrs) if has_rates else []
 
 
 def use_base_rates(scheduler: LRScheduler | AcceleratedScheduler, rates: list[float | Tensor]) -> None:

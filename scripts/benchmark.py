@@ -154,9 +154,7 @@ def overhead(args: argparse.Namespace) -> None:
 METHODS: dict[str, dict[str, Any]] = {
     **{f"constraint_form={form}": {"constraint": "static", "constraint_form": form} for form in COEFFICIENTS},
     # With a sampler in step, as here, the clip by age is refused; it computes what `ppo_clip` does.
-    **{
-        f"rollout_correction={name}": {"rollout_correction": name} for name in CORRECTIONS if name != "ppo_clip_by_age"
-    },
+    **{f"rollout_correction={name}": {"rollout_correction": name} for name in CORRECTIONS},
     "train_through_quantization": {"train_through_quantization": True},
     "discrepancy_split": {"discrepancy_split": True},
     "score_centering": {"score_centering": True},

@@ -14,7 +14,9 @@ from .helpers import make_model, make_tokenizer
 
 def main() -> None:
     root = Path(sys.argv[1])
-    VLLMGeneration._init_vllm = lambda self: None  # the engine, which would read what is written here
+    layers: list = []  # in which TRL looks for BitsAndBytes: QLoRA's are not the engine's
+    # Without the engine, which would read what is written here.
+    VLLMGeneration._init_vllm = lambda self: layers.extend(self.model.named_modules())
     accelerator = Accelerator(cpu=True)
     assert (accelerator.num_processes, accelerator.is_local_main_process) == (2, True)
     generation = ColocateGeneration.__new__(ColocateGeneration)
@@ -23,6 +25,7 @@ def main() -> None:
     generation.deployment_scheme, generation.weight_sync_dir, generation._syncs = "fp8", str(root), 0
     generation._beside, generation._dist = False, SimpleNamespace(is_fsdp=False, is_zero3=False)
     generation._init_vllm()
+    assert not layers
     generation._write_checkpoint()
     checkpoint = generation.checkpoint
     folders = sorted(root.glob("dc_trl-sync-*"))

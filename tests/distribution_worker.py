@@ -82,6 +82,7 @@ RUNS: dict[str, tuple[dict, tuple]] = {
     "through the deployed forward": ({"train_through_quantization": True}, ()),
     "the lag's part": ({"constraint_target": "lag", "constraint_form": "log_ratio", "lambda_init": 0.1}, ()),
     "streams": ({}, ()),
+    "in bfloat16": ({"bf16": True, "max_steps": 1}, ()),
     "rollouts": ({"deployment_scheme": None}, ()),  # the one that DeepSpeed's ZeRO-3 can make
 }
 
@@ -118,8 +119,11 @@ def train(folder: Path, name: str) -> dict:
     trainer = make_trainer(folder / name, model, reward, kind, rollout_func=rollouts, **fields)
     if spoiled:
         trainer.spoiled = spoiled
+    dtypes, constrain = [], trainer._constrain
+    trainer._constrain = lambda batch, logps, *more: (dtypes.append(str(logps.dtype)), constrain(batch, logps, *more))
     trainer.train()
     logs = {
+        "dtypes": dtypes,
         "kind": trainer.accelerator.distributed_type.value,
         "lambda": gather_object([trainer.lagrange_multiplier.value]),
         "rows": [row for row in trainer.state.log_history if "loss" in row],

@@ -31,6 +31,7 @@ LIMIT = 40  # ddp_timeout, seconds; a tenth of it is the time that a busy machin
 def hung_rollout() -> str:
     """A run whose server never answers a rollout: how it ends."""
     fields = at_server(URL) | {"vllm_server_timeout": 5.0, "per_device_train_batch_size": 2, "ddp_timeout": LIMIT}
+    fields |= {"top_k": 20}  # of which the server names the tokens
     trainer = make_trainer(FOLDER, make_model(64), **fields)
     try:
         trainer.train()

@@ -329,7 +329,7 @@ def test_the_parts_of_the_discrepancy_and_a_remedy_for_the_lag(make_trainer):
 
 def test_the_correction_gets_the_age_of_each_sample(make_trainer):
     """A step has two micro-batches. Of the samples, groups of four have the version of their weights."""
-    fields = {"constraint": "none", "rollout_correction": "ppo_clip_by_age", "save_strategy": "steps", "save_steps": 2}
+    fields = {"constraint": "none", "rollout_correction": "ppo_clip", "save_strategy": "steps", "save_steps": 2}
 
     def of_versions(*versions):
         samples = make_samples(4 * len(versions))

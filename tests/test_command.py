@@ -54,11 +54,11 @@ def test_all_fields_can_be_listed_and_one_can_be_read_in_full(capsys):
     types = dict(OPTIONS.findall(shown))
     assert set(types) == {*FIELDS, "config", "help"}
     assert (types["max_steps"], types["learning_rate"], types["use_vllm"]) == ("INT", "FLOAT", "BOOL")
-    meaning = FIELDS["dual"].__dataclass_fields__["dual"].metadata["help"]
-    one = " ".join(help_of(capsys, "train", "-h", "dual").split())
+    meaning = FIELDS["discrepancy_level"].__dataclass_fields__["discrepancy_level"].metadata["help"]
+    one = " ".join(help_of(capsys, "train", "-h", "discrepancy_level").split())
     assert meaning in one
     assert meaning in " ".join(shown.split())
-    assert "{paper, auto} [paper]" in one
+    assert "{token, sequence} [token]" in one
 
 
 def test_an_integer_is_shown_as_int(capsys):

@@ -114,7 +114,6 @@ def test_every_rule_of_what_has_no_effect_applies(tmp_path):
         "constraint_form": {"constraint_form": "quadratic"},
         "discrepancy_margin": {"discrepancy_margin": 0.1},
         "dual_window": {"constraint": "static", "dual_window": 4},
-        "dual": {"constraint": "static", "dual": "auto"},
         "constraint_target": {"constraint_target": "lag", "deployment_scheme": "fp8"},
         "rollout_correction_target": {"rollout_correction_target": "lag", "deployment_scheme": "fp8"},
         "train_through_quantization": {"train_through_quantization": True},

@@ -13,7 +13,6 @@ from dc_trl.constraint.corrections import (
     ONE_SIDED_BOUND,
     correction_of,
     geometric_mask,
-    ppo_clip_by_age,
     token_mask,
     tv_mask,
 )
@@ -73,20 +72,6 @@ def test_weights_by_hand(name, bounds, expected):
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=1e-5)
 
 
-def test_an_older_rollout_is_clipped_nearer_to_one_by_hand():
-    """The bounds are 0.76 and 1.24 at age 0, 0.88 and 1.12 at age 1, 0.952 and 1.048 at age 4."""
-    ratios = torch.tensor([[1.2, 1.1, 1.04, 0.5], [0.8, 0.9, 0.96, 3.0]])
-    kept = {0: [0, 1, 2, 3], 1: [1, 2, 3], 4: [2, 3]}
-    tokens = SampledTokens(ratios.log() - 4, torch.full((2, 4), -4.0), torch.ones(2, 4).bool(), ADVANTAGES)
-    for age, columns in kept.items():
-        expected = torch.zeros(2, 4)
-        expected[:, columns] = ratios[:, columns]
-        for of in (age, torch.tensor([age, age])):
-            torch.testing.assert_close(ppo_clip_by_age(tokens._replace(age=of)), expected)
-    mixed = ppo_clip_by_age(tokens._replace(age=torch.tensor([1, 4])), lower=0.5, upper=math.inf)
-    torch.testing.assert_close(mixed, torch.tensor([[1.2, 1.1, 1.04, 0.5], [0, 0.9, 0.96, 3.0]]))  # 0.9 at age 4
-
-
 def test_a_token_goes_by_its_own_advantage():
     """As the form of the constraint leaves it; without one, nothing pushes the token."""
     advantages = torch.tensor([[-1.0, -1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]])
@@ -111,7 +96,7 @@ def test_weights_stay_in_their_bounds(rows, mode, advantage, lower, upper):
     assert weights.shape == train.shape
     assert not weights.requires_grad
     assert weights.isfinite().all()
-    one_sided = mode in ("tv_mask", "ppo_clip", "ppo_clip_by_age")
+    one_sided = mode in ("tv_mask", "ppo_clip")
     highest = ONE_SIDED_BOUND if one_sided else upper
     lowest = 0.0 if one_sided else lower
     within = (weights >= lowest - 1e-6) & (weights <= highest + 1e-6)

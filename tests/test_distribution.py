@@ -67,7 +67,7 @@ def two(tmp_path_factory):
     def of(launcher):
         if launcher not in found:
             folder = tmp_path_factory.mktemp("two")
-            sampled = SAMPLED if launcher == "FSDP" else ()
+            sampled = [*SAMPLED, "in bfloat16"] if launcher == "FSDP" else ()
             found[launcher] = folder, runs_of(folder, [*COMPARED[launcher], *sampled], LAUNCHERS[launcher])
         return found[launcher]
 
@@ -139,6 +139,11 @@ def test_a_sharded_run_goes_on_with_as_many_processes_and_with_fewer(two, tmp_pa
     # The step after the checkpoint has its λ and its weights; what they sample is drawn anew.
     assert fewer["rows"][:2] == whole[:2]
     assert fewer["rows"][2]["lagrangian/lambda"] == whole[2]["lagrangian/lambda"]
+
+
+@pytest.mark.long
+def test_log_probabilities_stay_in_float32_where_the_policy_is_sharded_in_bfloat16(two):
+    assert two("FSDP")[1]["in bfloat16"]["dtypes"] == ["torch.float32"]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

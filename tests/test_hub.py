@@ -208,9 +208,7 @@ def test_a_deployment_in_several_files_is_pushed_whole(hub, tmp_path, monkeypatc
 
 
 def test_paths_of_this_machine_in_what_is_pushed():
-    text = (
-        '{"model": "/home/me/mine", "serve_options": ["--download-dir=/home/me/cache", "a/b=c"], "id": "a/b"}'
-    )
+    text = '{"model": "/home/me/mine", "serve_options": ["--download-dir=/home/me/cache", "a/b=c"], "id": "a/b"}'
     assert _ABSOLUTE.sub(r"\1", text) == (
         '{"model": "mine", "serve_options": ["--download-dir=cache", "a/b=c"], "id": "a/b"}'
     )

@@ -265,6 +265,14 @@ def test_a_lower_learning_rate_takes_effect_on_resuming(tmp_path, first_step):
     torch.testing.assert_close(moved[1], 0.1 * moved[0], atol=1e-6, rtol=1e-3)
 
 
+def test_a_rate_that_goes_by_plateaus_is_resumed(tmp_path):
+    plateau = {"constraint": "none", "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "reward"}
+    plateau |= {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_prompts(4), "num_generations_eval": 1}
+    make_trainer(tmp_path / "first", **plateau).train()
+    trainer = go_on(tmp_path / "second", tmp_path / "first" / "checkpoint-1", **plateau)
+    assert trainer.state.global_step == 2
+
+
 def test_length_decay_may_begin_on_resuming(tmp_path, first_step):
     class Rates(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):

@@ -1,6 +1,7 @@
 """Routing replay: the experts that sampled are the experts that are trained."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -333,14 +334,25 @@ def test_training_takes_the_engines_experts(tmp_path, route):
     # 8 completions of 8 tokens after prompts of 4 or 6 ("10+10="): all but the last token of each.
     assert all(11 / 12 <= value <= 13 / 14 for value in logged(runs[1], "routing/replayed_fraction"))
     assert logged(runs[1], "eval_routing/flipped_fraction")
+    if route == "loss":  # a further forward, to measure, is not counted
+        split = make_trainer(tmp_path, discrepancy_split=True, **fields)
+        split.train()
+        assert logged(split, "routing/flipped_fraction") == logged(runs[1], "routing/flipped_fraction")
 
 
 def test_it_works_together_with_the_deployed_forward(tmp_path):
-    """Which is the replica's own, so that nothing is left to replay, and replay changes nothing."""
+    """Which is the replica's own, so that nothing is left to replay, and replay changes nothing.
+
+    The model's directory says `use_cache: false`, as transformers writes it after a training.
+    """
+    model = make_experts()
+    model.config.use_cache = False
+    folder = Path(save(model, tmp_path))
+    (folder / "generation_config.json").unlink()
     fields = {"learning_rate": 0.0, "max_steps": 2, "train_through_quantization": True, "gradient_checkpointing": True}
     runs = []
     for replay in (False, True):  # one after the other: a trainer seeds what samples when it is built
-        runs.append(make_trainer(tmp_path, routing_replay=replay, **fields))
+        runs.append(make_trainer(tmp_path, routing_replay=replay, model=str(folder), **fields))
         runs[-1].train()
     assert max(logged(runs[1], "discrepancy/k3_kl")) < 1e-6
     assert logged(runs[1], "routing/flipped_fraction") == [0.0, 0.0]

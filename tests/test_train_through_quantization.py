@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl.callbacks.deployment import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
@@ -140,3 +140,20 @@ def test_schemes_for_research_are_of_the_replica_alone(tmp_path):
     trainer = train(tmp_path, deployment_scheme="int2", max_steps=1)
     with pytest.raises(ValueError, match="'int2' is for the in-process replica alone"):
         DeploymentCheckpointCallback(trainer)
+
+
+def test_what_a_gradient_needs_is_freed_before_the_optimizers_step(tmp_path):
+    """Two activations of each layer, for gradient checkpointing."""
+    seen = []
+
+    class Kept(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            (end,) = trainer.deployed_forward._ends
+            seen.append(len(end.__self__._entries))
+
+    trainer = make_trainer(
+        tmp_path, make_model(128), deployment_scheme="fp8", train_through_quantization=True, max_steps=1
+    )
+    trainer.add_callback(Kept())
+    trainer.train()
+    assert seen == [0]

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -23,6 +24,7 @@ from dc_trl import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.server import VLLMServer
+from dc_trl.trainers.engines import build_vllm
 
 from . import helpers
 from .gaps import PROMPTS, SampledBy, mean_gap
@@ -414,6 +416,13 @@ def test_nothing_is_left_of_the_server_of_a_killed_run(tmp_path):
         process.wait()
     wait_until_gone(family)
     assert not any(path.exists() for path in shared)
+
+
+def test_an_engine_that_sleeps_between_the_turns_of_tools_is_refused(tmp_path):
+    engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "deployment_scheme": "fp8"}
+    args = helpers.make_config(tmp_path, **engine)
+    with pytest.raises(ValueError, match="vllm_enable_sleep_mode=True writes the checkpoint anew"):
+        build_vllm(SimpleNamespace(args=args, model=None, processing_class=None, tools=[max]))
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ RULES = (
         "rollout_correction",
         {},
         "its loss contains the ratio to the sampler and clips it by epsilon; use a mask ('token_mask', "
-        "'sequence_mask', 'geometric_mask', 'icepop', 'tv_mask', 'ppo_clip', 'ppo_clip_by_age') or 'none'",
+        "'sequence_mask', 'geometric_mask', 'icepop', 'tv_mask', 'ppo_clip') or 'none'",
         lambda c: any(name.endswith("_truncate") for name in c.correction_names),
     ),
 )

@@ -71,12 +71,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         reward_funcs, tools: functions as in [`~dc_trl.DCGRPOTrainer`]. They run in a separate process, so they must be
             picklable.
         args: by default a configuration named after the model.
-        train_dataset, processing_class, callbacks, optimizers, peft_config, environment_factory: as in
-            [`~dc_trl.DCGRPOTrainer`].
-        rollout_worker: the object that samples and scores, with the methods of TRL's `RolloutWorkerProtocol`; by
-            default TRL's own process.
-        weight_transfer: the object that sends weights to the server, with the methods of TRL's
-            `WeightTransferProtocol`; by default TRL's own NCCL stream.
+        rollout_worker: object that samples and scores (TRL's `RolloutWorkerProtocol`); by default TRL's own process.
+        weight_transfer: object that sends weights (TRL's `WeightTransferProtocol`); by default TRL's NCCL stream.
 
     Attributes:
         lagrange_multiplier (`LagrangeMultiplier`): λ; updated after each optimizer step with

@@ -245,8 +245,9 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
         )
         if rest > _OF_THE_FLOOR * floor:
             advice += (
-                "If the engine is a server, check first that its checkpoint has these weights, in this dtype, and that "
-                "it runs without tensor parallelism (docs/aligned.md). For a mixture of experts, set routing_replay: true, which takes the engine's experts. "
+                "If the engine is a server, check first that its checkpoint has these weights, in this dtype, and "
+                "that it runs without tensor parallelism (docs/aligned.md). For a mixture of experts, set "
+                "routing_replay: true, which takes the engine's experts. "
             )
         found.append(
             f"{advice}In our runs with a sampler that does not lag, no constraint and no correction was seen to help, "

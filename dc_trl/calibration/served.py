@@ -1,7 +1,7 @@
 """Whether the hashes that a vLLM server makes of its own weights are those of a deployed checkpoint."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -43,11 +43,8 @@ def compare_hashes(hashes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
                 del unlike[key]
                 known.add(_without_numbers(key))
     other = [key for key, certain in unlike.items() if certain or _without_numbers(key) in known]
-    return _names(other), sorted({*_names(unlike.keys() - set(other))} | tensors.keys() - compared)
-
-
-def _names(keys: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(key.rpartition(":")[2] for key in keys))
+    others, unknown = ({key.rpartition(":")[2]: None for key in keys} for keys in (other, unlike.keys() - set(other)))
+    return list(others), sorted(unknown.keys() | tensors.keys() - compared)
 
 
 def _without_numbers(key: str) -> str:

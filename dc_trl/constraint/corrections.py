@@ -20,7 +20,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from ..sampled_tokens import LOG_RATIO_BOUND, SampledTokens, trajectory_mean
@@ -112,28 +111,7 @@ def ppo_clip(tokens: SampledTokens, lower: Tensor | float = 0.76, upper: Tensor 
     return ratio.clamp(max=ONE_SIDED_BOUND).masked_fill(masked, 0.0)
 
 
-def ppo_clip_by_age(tokens: SampledTokens, lower: float = 0.76, upper: float = 1.24) -> Tensor:
-    """Apply `ppo_clip` with bounds that are nearer to 1 for older rollouts: 1 + (bound − 1)/(1 + age).
-
-    At age 0 these are the bounds themselves, and at age 4 a fifth of their distance is left. The idea of a tighter
-    clip for staler tokens is that of SAT (arXiv 2607.18722). Its abstract takes |log r| as the staleness, compared
-    with the batch; the age and this function of it are ours.
-    """
-    share = 1 / (1 + torch.as_tensor(tokens.token_age, dtype=tokens.log_ratio.dtype, device=tokens.scored.device))
-    return ppo_clip(tokens, *((1 - share) + share * bound for bound in (lower, upper)))
-
-
-_ALL = (
-    token_truncate,
-    token_mask,
-    sequence_truncate,
-    sequence_mask,
-    geometric_mask,
-    icepop,
-    tv_mask,
-    ppo_clip,
-    ppo_clip_by_age,
-)
+_ALL = (token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, icepop, tv_mask, ppo_clip)
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {function.__name__: function for function in _ALL}
 _TRUNCATIONS = ("token_truncate", "sequence_truncate")  # which give no token the weight 0
 

@@ -4,7 +4,7 @@ import math
 from collections import deque
 from typing import Any, Literal, Self
 
-from .settings import ConstraintSettings, DualAscent
+from .settings import ConstraintSettings
 from .tolerance import AUTO_BATCHES, proposed_tolerance
 
 
@@ -12,10 +12,7 @@ class LagrangeMultiplier:
     """Multiplier λ of the discrepancy constraint δ̄ ≤ ε, moved by projected dual ascent (arXiv 2606.08779, eqs. 9–11).
 
     After iteration k, λ_{k+1} = Π_[λ_min, λ_max]( λ_k + η_λ (δ̄_k − ε) ), where δ̄_k is the mean discrepancy of the
-    iteration, or of the last ``window`` iterations (the paper's dynamic buffer). This is ``dual="paper"``.
-
-    ``"auto"`` takes the relative violation min(δ̄_k/ε − 1, 1) in place of δ̄_k − ε: it has no unit, and a step is at
-    most η_λ.
+    iteration, or of the last ``window`` iterations (the paper's dynamic buffer).
 
     Args:
         init: λ_0, within [minimum, maximum].
@@ -26,7 +23,6 @@ class LagrangeMultiplier:
         maximum: λ_max ≥ λ_min. The paper's penalty only pushes sampled tokens down, which can itself raise the
             discrepancy, so an unbounded λ can run away.
         window: number of iterations that δ̄ is averaged over, ≥ 1.
-        dual: ``"paper"``, or ``"auto"``, which needs a tolerance above 0; see above.
 
     Attributes:
         tolerance (`float` or `None`): ε; `None` until ``"auto"`` has found it.
@@ -40,13 +36,11 @@ class LagrangeMultiplier:
         minimum: float = 0.0,
         maximum: float = 1.0,
         window: int = 1,
-        dual: DualAscent = "paper",
     ):
         self.lr = lr
         self.tolerance = None if tolerance == "auto" else tolerance
         self.minimum = minimum
         self.maximum = maximum
-        self._dual = dual
         self._of: list[str] | None = None  # what λ multiplies and what moves it, where a run's settings say so
         self._value = float(init)
         self._recent: deque[float] = deque(maxlen=window)
@@ -63,7 +57,6 @@ class LagrangeMultiplier:
             minimum=settings.lambda_min,
             maximum=settings.lambda_max,
             window=settings.dual_window,
-            dual=settings.dual,
         )
         names = ("constraint", "constraint_form", "discrepancy_measure", "constraint_target")
         multiplier._of = [getattr(settings, name) for name in names]
@@ -90,9 +83,6 @@ class LagrangeMultiplier:
             return self._value
         self._recent.append(float(mean_discrepancy))
         violation = math.fsum(self._recent) / len(self._recent) - self.tolerance
-        if self._dual == "auto":
-            # "auto" finds ε = 0 where the engines never differed: any difference then violates it.
-            violation = min(violation / self.tolerance, 1.0) if self.tolerance else float(violation > 0)
         self._value = self._projected(self._value + self.lr * violation)
         return self._value
 

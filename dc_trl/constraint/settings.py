@@ -13,7 +13,6 @@ from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
 Measure = Literal["prob_diff", "prob_ratio", "log_prob", "squared_log_ratio"]
 # Part of the difference between the engines that a remedy acts on.
 Target = Literal["all", "lag"]
-DualAscent = Literal["paper", "auto"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
@@ -82,21 +81,12 @@ class ConstraintSettings:
         'means, "token" is the mean over all tokens.',
     )
     dual_window: Annotated[int, COUNT] = setting(1, "Generation batches over which δ̄ is averaged before it moves λ.")
-    dual: DualAscent = setting(
-        "paper",
-        'How constraint="lagrangian" moves λ. "paper" adds η_λ (δ̄ − ε) (arXiv 2606.08779, eq. 11). "auto" adds '
-        "η_λ (δ̄/ε − 1), but at most η_λ; this violation has no unit.",
-    )
     lambda_init: Annotated[float, AT_LEAST_0] = setting(
         None,
         "Initial λ, between lambda_min and lambda_max. If it is not set: 0.1 (arXiv 2606.08779, 8B) for the injected "
         "form, 0.5 for the log ratio, 2 for the quadratic form, or 0.05 where it divides by a probability.",
     )
-    lambda_lr: Annotated[float, AT_LEAST_0] = setting(
-        None,
-        'Step size η_λ of the dual ascent. If it is not set: 1 with dual="paper" (arXiv 2606.08779), otherwise a '
-        "tenth of the form's own lambda_init.",
-    )
+    lambda_lr: Annotated[float, AT_LEAST_0] = setting(1.0, "Step size η_λ of the dual ascent (arXiv 2606.08779).")
     lambda_min: Annotated[float, AT_LEAST_0] = setting(0.0, "Lower bound of λ.")
     lambda_max: Annotated[float, AT_LEAST_0] = setting(
         None,
@@ -106,13 +96,13 @@ class ConstraintSettings:
         "none",
         'How the advantage of a token is weighted by r = π_train/π_inf. "token_truncate" (TIS) clips r, "token_mask" '
         '(MIS) is 0 outside the bounds; "sequence_truncate", "sequence_mask", "geometric_mask" weigh trajectories. '
-        '"icepop", "tv_mask" (DPPO), "ppo_clip", "ppo_clip_by_age": see docs/corrections.md. In a list the first one '
+        '"icepop", "tv_mask" (DPPO), "ppo_clip": see docs/corrections.md. In a list the first one '
         "gives the weight: [token_truncate, geometric_mask(0.99, 1.01)]. Masked tokens do not count in δ̄.",
     )
     rollout_correction_max: Annotated[float | None, Range(above=0, infinite=True)] = setting(
         None,
         "Upper bound of the correction; infinity means no bound. If it is not set: 2 (arXiv 2602.01826), for "
-        '"geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for PPO\'s clips 1.24. For "tv_mask" it is a '
+        '"geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for PPO\'s clip 1.24. For "tv_mask" it is a '
         "difference of probabilities, by default 0.2 (SkyRL).",
     )
     rollout_correction_min: Annotated[float | None, Range(least=0, most=1)] = setting(
@@ -147,7 +137,7 @@ class ConstraintSettings:
         return tuple(name for name, _ in parts)
 
     def fill_in_multiplier(self) -> None:
-        """Give the fields of λ that are left open (None) the defaults of their form, measure and dual ascent."""
+        """Give the fields of λ that are left open (None) the defaults of their form and measure."""
         init, maximum = DEFAULT_MULTIPLIERS.get(self.constraint_form, DEFAULT_MULTIPLIERS["injected"])
         if self.constraint_form == "quadratic" and self.discrepancy_measure != "prob_diff":
             init, maximum = DEFAULT_OF_DIVIDED
@@ -156,7 +146,6 @@ class ConstraintSettings:
             "discrepancy_tolerance": 0.0037 if asleep and self.discrepancy_measure == "prob_diff" else "auto",
             "lambda_init": init,
             "lambda_max": maximum,
-            "lambda_lr": 1.0 if self.dual == "paper" else init / 10,
         }
         for name, value in defaults.items():
             if getattr(self, name) is None:

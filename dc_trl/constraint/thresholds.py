@@ -23,8 +23,6 @@ LAG_COSTS = 2e-3
 # Above this, each run of GRPO, with a lag or in two bits, lost 8 points or more: the sampler is another policy.
 FAR = 1e-2
 
-_CLIPS = {"ppo_clip", "ppo_clip_by_age"}
-
 # Generation batches with a sampler in step whose k3 make the level.
 LEVEL_BATCHES = 10
 # k3 of single batches in step differ by this factor (SmolLM2-135M in FP8, 2,048 tokens: 0.024 to 0.054).
@@ -83,7 +81,7 @@ def drift_warning(
     if constrained and ":" in settings.constraint_form:
         return None  # a function of the user's own, of which we have no runs
     form = settings.constraint_form if constrained else None
-    pulls = form is not None or clips or bool(_CLIPS & {*settings.correction_names})
+    pulls = form is not None or clips or "ppo_clip" in settings.correction_names
     named = "constraint='none'"
     if pulls:
         setting = "rollout_correction" if form is None else "constraint_form"

@@ -46,8 +46,7 @@ RUN_FILES = (CARD_FILE, HISTORY_FILE, FIGURE_FILE, SUMMARY_FILE, SETTINGS_FILE)
 # Files of a checkpoint that resuming does not need: pickled arguments, unfinished files, and the card that PEFT writes
 # beside each adapter, whose base the Hub refuses if it is a directory.
 _NOT_TO_RESUME = [f"*{TRAINING_ARGS_NAME}", f"*{CARD_FILE}", ".*", "*/.*"]
-# Files that may name directories of this machine, and an absolute path of two parts or more in JSON: a whole text, or
-# what follows the "=" of an option.
+# Files that may name directories of this machine, and an absolute path in JSON: a text, or what follows an option's =.
 _WITH_PATHS = ("config.json", "adapter_config.json", CONTRACT_FILE, "trainer_state.json", SETTINGS_FILE, HISTORY_FILE)
 _ABSOLUTE = re.compile(r'(?<=["=])(?:file://)?/(?:[^"/\n]+/)+([^"/\n]+)/?(?=")')
 

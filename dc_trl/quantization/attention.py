@@ -127,5 +127,5 @@ def in_fp8_cache(values: Tensor) -> Tensor:
         step = torch.ldexp(torch.ones_like(values, dtype=torch.float32), exponent.clamp(min=-5) - 4)
         rounded = (values.detach() / step).trunc() * step
     else:
-        rounded = values.detach().clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+        rounded = values.detach().clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).float()
     return straight_through(rounded.clamp(-_LARGEST, _LARGEST).to(values.dtype), values)

@@ -182,8 +182,7 @@ class DeployedForward(TrainerCallback):
             for adapter in merged if adapters else ():
                 self._replace_forward(adapter, beside)
         self._hook_policy(base)
-        if compute:
-            round_as_vllm(base, lambda: self.enabled)
+        self._ends = round_as_vllm(base, lambda: self.enabled) if compute else []
         self._base = base
         own = base.config._attn_implementation
         deployed = attention.NAME if compute and replicas_attention and base.device.type == "cpu" else own
@@ -218,8 +217,10 @@ class DeployedForward(TrainerCallback):
         finally:
             self.enabled = before
 
-    def on_optimizer_step(self, args, state, control, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._cache.clear()
+        for end in self._ends:
+            end()
 
     # Hooks are functions and not bound methods: merging an adapter copies its layer, which would copy this object and
     # with it the policy.

@@ -23,7 +23,7 @@ from .fake_quantize import straight_through
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 
-def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: True) -> None:
+def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: True) -> list[Callable[[], None]]:
     """Make a model round as vLLM does, from its next forward pass on.
 
     Norms are changed where the decoder layers are those of Llama and Qwen; other models keep transformers' rounding.
@@ -32,23 +32,27 @@ def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: T
     Args:
         model: causal language model with its weights.
         active: returns whether the model rounds in this way now.
+
+    Returns:
+        Functions that free what a forward pass keeps for its gradient.
     """
+    ends = []
     for name, layers in model.named_modules():
         if isinstance(layers, nn.ModuleList) and all(
             dict(layer.named_children()).keys() == _LAYER for layer in layers
         ):
-            _fuse_norms(model.get_submodule(name.rpartition(".")[0]), layers, active)
+            ends += _fuse_norms(model.get_submodule(name.rpartition(".")[0]), layers, active)
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.register_forward_hook(partial(_with_late_rounding, active))
+    return ends
 
 
 class _Residual:
     """The sums of the residual stream that norms read, before rounding, within one forward pass.
 
     The norm at the entry of a layer finds its sum by the memory address of the rounded one, because gradient
-    checkpointing computes a layer again by itself. For that, two activations of each layer stay until the next forward
-    pass.
+    checkpointing computes a layer again by itself. For that, two activations of each layer stay until `begin`.
     """
 
     def __init__(self) -> None:
@@ -57,8 +61,8 @@ class _Residual:
         # Layer → address of the rounded sum at its entry, and the two terms.
         self._entries: dict[int, tuple[int, Tensor | None, Tensor | None]] = {}
 
-    def begin(self, output: Any) -> None:
-        """Discard the values of an earlier forward pass, before a new one."""
+    def begin(self, output: Any = None) -> None:
+        """Discard the values of an earlier forward pass, before a new one or when its gradient is known."""
         self._entries.clear()
         self._before = self._added = None
 
@@ -101,12 +105,12 @@ def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * value.to(weight.dtype)
 
 
-def _fuse_norms(decoder: nn.Module, layers: Any, active: Callable[[], bool]) -> None:
+def _fuse_norms(decoder: nn.Module, layers: Any, active: Callable[[], bool]) -> list[Callable[[], None]]:
     entries = [layer.input_layernorm for layer in layers]
     entries += [module for name, module in decoder.named_children() if name == "norm"]
     inner = [layer.post_attention_layernorm for layer in layers]
     if not all(_is_rms_norm(copy) for norm in (*entries, *inner) for copy in _copies(norm)):
-        return
+        return []
     residual = _Residual()
 
     def when_active(step: Callable[[Any], None]) -> Callable[..., None]:
@@ -120,6 +124,7 @@ def _fuse_norms(decoder: nn.Module, layers: Any, active: Callable[[], bool]) -> 
     for place, norm in [*enumerate(entries), *((None, norm) for norm in inner)]:
         for copy in _copies(norm):
             copy.forward = partial(_norm, copy, copy.forward, partial(residual.exact, place), active)
+    return [residual.begin]
 
 
 def _copies(norm: Any) -> list[Any]:  # the norm and the copies of it that PEFT trains

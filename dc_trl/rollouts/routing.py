@@ -180,6 +180,7 @@ class RoutingReplay:
     def __init__(self, policy: PreTrainedModel | PeftModel):
         self.layers, routers, self._normalised = routers_of(policy)
         self._routes: Tensor | None = None
+        self.flipped = torch.zeros(0, dtype=torch.bool)  # for which tokens the trainer would choose otherwise
         for position, module in routers:
             module.register_forward_hook(partial(self._replay, position))
 
@@ -191,7 +192,7 @@ class RoutingReplay:
         """
         self._routes = routes.flatten(0, 1)
         self._seen = [0] * len(self.layers)
-        self._flipped = torch.zeros(len(self._routes), dtype=torch.bool, device=routes.device)
+        self.flipped = torch.zeros(len(self._routes), dtype=torch.bool, device=routes.device)
 
     def stop(self) -> None:
         """Let the policy choose its experts itself again."""
@@ -204,7 +205,7 @@ class RoutingReplay:
             Shape (2,), int64.
         """
         assert self._routes is not None, "counts() comes between start() and stop()"
-        return torch.stack([(self._routes[:, 0, 0] != OWN_CHOICE).sum(), self._flipped.sum()])
+        return torch.stack([(self._routes[:, 0, 0] != OWN_CHOICE).sum(), self.flipped.sum()])
 
     def _replay(
         self, position: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
@@ -220,5 +221,5 @@ class RoutingReplay:
         self._seen[position] = end % total
         engines = self._routes[begin:end, position].to(own.dtype)
         experts = torch.where(engines == OWN_CHOICE, own, engines)
-        self._flipped[begin:end] |= (experts.sort(-1).values != own.sort(-1).values).any(-1)
+        self.flipped[begin:end] |= (experts.sort(-1).values != own.sort(-1).values).any(-1)
         return logits, expert_scores(logits, experts, self._normalised, scores.dtype), experts

@@ -261,7 +261,7 @@ class ServerGeneration(_DeployedGeneration):
             try:
                 output = super().generate(prompts, *args, **kwargs)
             except ServerError:  # on the main process, while the others wait for its broadcast
-                broadcast_object_list([([], [], None, None)], from_process=0)
+                broadcast_object_list([([], [], [], [])], from_process=0)
                 raise
         if self.routing_replay:
             # TRL distributes its own results to the other processes, but not the routed experts.
@@ -305,9 +305,9 @@ class ColocateGeneration(_DeployedGeneration):
         # Each machine has one writer, because machines do not share memory.
         self._prepare_checkpoints(writes=self.accelerator.is_local_main_process)
         self._write_checkpoint()
-        # TRL builds the engine on `model.name_or_path`.
+        # TRL builds the engine on `model.name_or_path`, with BitsAndBytes if the trained model has layers of it.
         model: Any = self.model
-        self.model: Any = SimpleNamespace(name_or_path=str(self.checkpoint), named_modules=model.named_modules)
+        self.model: Any = SimpleNamespace(name_or_path=str(self.checkpoint), named_modules=lambda: iter(()))
         self._reload: str | Callable[..., None] = "reload_weights"
         if self.accelerator.device.type == "cpu":
             from ..serving.cpu_reload import CPUReloadExtension  # it imports vLLM, which is known to be installed here

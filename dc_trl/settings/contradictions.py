@@ -67,7 +67,7 @@ NO_EFFECT = (
         {"constraint": ["none"]},
         "choose constraint='static' or 'lagrangian'",
     ),
-    Rule("dual dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
+    Rule("dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
     Rule("train_through_quantization", {"deployment_scheme": [None]}, _SCHEME),
     Rule("vllm_importance_sampling_correction weight_sync", {"use_vllm": [False]}, "set use_vllm=True"),
     Rule(
@@ -128,6 +128,7 @@ _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric
 _CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip"}
 _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
 _ALIGNED = {"deployment_scheme": _has_deployed_forward}
+_RECOMPUTED = ("use_reentrant", "offload")
 _ONE = "set only one of the two"
 _VESPO = "VESPO weighs a trajectory by its own advantage and ratio; set another loss_type, or the other to 'none'"
 
@@ -150,14 +151,22 @@ CONTRADICTIONS = (
         _SCHEME,
         lambda c: c.train_through_quantization and RECIPES[c.recipe]["train_through_quantization"],
     ),
-    Rule("dual", {"discrepancy_tolerance": [0]}, "set a tolerance above 0 or 'auto': the violation is relative to it"),
     Rule("fp16", _ALIGNED, "the deployed forward computes in bfloat16, as engines do; set bf16=True"),
     Rule("cast_lm_head_to_fp32", _ALIGNED, f"the deployed policy has its output head in bfloat16; {_ONE}"),
     Rule(
         "gradient_checkpointing_kwargs",
         {"train_through_quantization": lambda c: bool(c.train_through_quantization)},
-        "reentrant recomputation gives other gradients there; set use_reentrant to False",
-        lambda c: c.gradient_checkpointing and (c.gradient_checkpointing_kwargs or {}).get("use_reentrant", False),
+        "reentrant or offloaded recomputation gives other gradients there; set use_reentrant and offload to False",
+        lambda c: (
+            c.gradient_checkpointing and any((c.gradient_checkpointing_kwargs or {}).get(n) for n in _RECOMPUTED)
+        ),
+    ),
+    Rule("use_liger_kernel", _ALIGNED, f"it replaces the norms of the deployed forward; {_ONE}"),
+    Rule(
+        "model_init_kwargs",
+        _ALIGNED,
+        "its use_kernels replaces the norms of the deployed forward; leave it out",
+        lambda c: (c.model_init_kwargs or {}).get("use_kernels", False),
     ),
     Rule("torch_compile", _ALIGNED, f"it would not see the hooks of the deployed forward; {_ONE}"),
     Rule("score_centering", {"deployment_scheme": [None], "use_vllm": [False]}, f"{_SCHEME}, or use_vllm=True"),

@@ -68,6 +68,10 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
             "rollout_overlap=True samples text only, and the processing_class is a multimodal processor: pass its "
             "tokenizer, or set rollout_overlap=False."
         )
+    if trainer.tools and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode and args.deployment_scheme:
+        raise ValueError(
+            "vllm_enable_sleep_mode=True writes the checkpoint anew before each turn of the tools: set it to False."
+        )
     batch_size = args.per_device_train_batch_size * args.steps_per_generation
     of_trl: dict[str, Any] = {
         **{name: getattr(trainer, name) for name in _OF_TRAINER},
@@ -111,6 +115,7 @@ def complete_generation_config(trainer: HookedTrainer) -> bool:
     """
     config = trainer.generation_config
     config.update(**base_model(trainer.model).generation_config.to_dict(), defaults_only=True)
+    config.use_cache = True  # a model's configuration may say no, and each token would read all before it again
     if config.top_k == -1:  # vLLM's value for no limit
         config.top_k = 0
     if config.stop_strings is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,14 @@ class SamplingTrainer(HookedTrainer):
             self.replay = Replay(self, self.replica or self.vllm_generation)
         if args.length_aware_batches:
             self.batches = LengthAwareBatches(self)
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.distributed_type == DistributedType.FSDP:  # FSDP2: version 1 has another class
+            plugin = self.accelerator.state.fsdp_plugin
+            if isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
+                # It would round what the model returns, TRL's float32 log-probabilities among it, to bfloat16.
+                plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
     def _require_fit(self, prompts: list) -> None:
         """Refuse a loaded policy that would not learn, or does not fit tokenizer and prompts; check each reward."""
