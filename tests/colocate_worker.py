@@ -1,6 +1,7 @@
 """One of two hosts whose colocated engines share a directory for weights: `-m tests.colocate_worker FOLDER`."""
 
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ def main() -> None:
     assert (checkpoint / "model.safetensors").is_file()
     accelerator.wait_for_everyone()
     print(checkpoint.parent)
+    time.sleep(1)  # see scripts/train.py: gloo's thread lets go of the last gather
     accelerator.end_training()
 
 
