@@ -497,14 +497,18 @@ def test_every_cell_is_a_configuration(tmp_path):
 
 def test_the_page_is_what_its_raw_lines_say():
     """Every table of a sweep in scripts/study/RESULTS.md has values of columns of the table made again from
-    docs/study.jsonl, and that of the runs that were made twice those of docs/study_again.jsonl beside it. A section
-    without such a table has the accuracies."""
+    docs/study.jsonl, that of the runs that were made twice those of docs/study_again.jsonl beside it, and those of the
+    second part that of its own lines. A section without such a table has the accuracies."""
     page = (ROOT / "scripts" / "study" / "RESULTS.md").read_text()
     found = lines_of_sweeps(load_study(), read_lines(ROOT / "docs" / "study.jsonl"))
     tables = {sweep.sweep.name: sweep.table() for sweep in found}
     (again,) = lines_of_sweeps(load_study(SWEEPS, ["headline"]), read_lines(ROOT / "docs" / "study_again.jsonl"))
     (once,) = (sweep for sweep in found if sweep.sweep.name == "headline")
     tables["headline, compared"] = comparison_table(again, once)
+    second = SWEEPS.with_name("second_part")
+    asked = lines_of_sweeps(load_study(second), read_lines(second / "lines.jsonl"))
+    tables |= {each.sweep.name: each.table() for each in asked if each.sweep.pairs and any(each.lines.values())}
+    tables["pairs"] = pairs_table(asked)
     shown = dict(re.findall(r"<!-- (.*?) -->\n\n((?:\|.*\n)+)", page + "\n"))
     assert {"headline", "headline, compared"} <= shown.keys()
     for name, text in shown.items():

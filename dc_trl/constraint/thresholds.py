@@ -92,7 +92,7 @@ def drift_warning(
         finding = "most of our runs with λ 0.1 or more ended without reward: use constraint='none'"
     elif pulls and may_lag:  # it repaired the runs with a lag, unless it also pulled at their number format
         k3, far, measured = level, PULLS_HARM_IN_STEP, f"{measured} in step"
-        finding = "it helped our runs with a lag little, or harmed: lower weight_sync_steps, or pull at the lag alone"
+        finding = "it helped our runs with a lag little, or harmed: lower weight_sync_steps"
     elif pulls and form is None:
         far, finding = CLIP_COSTS_IN_STEP, "it cost runs without a lag 4 points: use train_through_quantization"
     elif pulls:
