@@ -188,7 +188,7 @@ class RunTrainer(SamplingTrainer):
         beside = unwrapped(self.accelerator, self.model) if self.args.lora_deployment == "adapter" else None
         tensors = self.deployed_tensors() if beside is None else policy_tensors(beside, adapters=False)
         if self.accelerator.is_main_process:
-            folder = Path(directory).resolve()
+            folder = Path(directory).absolute()  # a link in its place is not followed
             folder.parent.mkdir(parents=True, exist_ok=True)
             if not (folder / "config.json").is_file():
                 for kept in set_aside([folder]).values():
