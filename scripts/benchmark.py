@@ -153,7 +153,6 @@ def overhead(args: argparse.Namespace) -> None:
 # What is switched on, beside GRPO on the same rollouts.
 METHODS: dict[str, dict[str, Any]] = {
     **{f"constraint_form={form}": {"constraint": "static", "constraint_form": form} for form in COEFFICIENTS},
-    # With a sampler in step, as here, the clip by age is refused; it computes what `ppo_clip` does.
     **{f"rollout_correction={name}": {"rollout_correction": name} for name in CORRECTIONS},
     "train_through_quantization": {"train_through_quantization": True},
     "discrepancy_split": {"discrepancy_split": True},

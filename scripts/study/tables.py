@@ -180,20 +180,19 @@ def pairs_table(found: Sequence[SweepLines]) -> Table:
 
     The last column is corrected (Holm) for the number of all pairs that have a run.
     """
-    pairs = [(each, first, second) for each in found for first, second in each.sweep.pairs]
-    asked = [(*pair, _differences(*(pair[0].accuracy(variant) for variant in pair[1:]))) for pair in pairs]
-    asked = [pair for pair in asked if pair[-1]]
-    corrected = holm([sign_flip_p_value(differences) for *_, differences in asked])
+    asked = [
+        (each.sweep.name, first.name, second.name, differences)
+        for each in found
+        for first, second in each.sweep.pairs
+        if (differences := _differences(each.accuracy(first), each.accuracy(second)))
+    ]
+    flips = [sign_flip_p_value(differences) for *_, differences in asked]
     rows = []
-    for (each, first, second, differences), p_value in zip(asked, corrected, strict=True):
+    for (*names, differences), flipped, corrected in zip(asked, flips, holm(flips), strict=True):
         test, interval = paired_t_test(differences), confidence_interval(differences)
-        rows.append(
-            [
-                *(each.sweep.name, first.name, second.name, str(len(differences)), _points(test)),
-                NONE if interval is None else " to ".join(f"{100 * end:+.1f}" for end in interval),
-                *(_plain_p_value(test.p_value), _plain_p_value(sign_flip_p_value(differences)), _p_value(p_value)),
-            ]
-        )
+        shown = NONE if interval is None else " to ".join(f"{100 * end:+.1f}" for end in interval)
+        p_values = [_plain_p_value(test.p_value), _plain_p_value(flipped), _p_value(corrected)]
+        rows.append([*names, str(len(differences)), _points(test), shown, *p_values])
     return PAIRS_HEAD, rows
 
 
