@@ -7,7 +7,7 @@ from collections.abc import Sequence
 HIDDEN = "(hidden)"
 
 # Names of secrets in fields, dicts and options: hub_token, api-key, clientSecret, Authorization.
-_NAME = re.compile(r"(token|key|secret|passw(or)?d|pwd|credentials?|authorization|auth|cookie)$", re.IGNORECASE)
+_NAME = re.compile(r"(token|key|secret|passw(or)?d|[_-]pwd|credentials?|authorization|auth|cookie)$", re.IGNORECASE)
 # Values that are secrets by their form, and the parts of a URL that may hold secrets.
 _FORMS = re.compile(
     r"\b(hf_|sk-|ghp_|github_pat_|wandb_v1_)[\w-]{16,}|(?i:\b(bearer|authorization:\s*\w+)\s+\S+)"

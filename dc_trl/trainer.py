@@ -260,12 +260,9 @@ class DCGRPOTrainer(RunTrainer):
 
     @timed("constraint")
     def _constrain(self, batch: dict[str, Any], train_logps: Tensor, deployed_logps: Tensor | None) -> None:
-        """Measure a batch, penalise its advantages, and count its tokens.
+        """Measure a batch, replace its advantages of trajectories by the penalised ones of tokens, and count these.
 
-        Args:
-            batch: batch with the advantages of trajectories, which are replaced by those of tokens.
-            train_logps: log π_train at the weights that sampled, shape (B, T), nats; see `Form`.
-            deployed_logps: log π_Q at the same weights, shape (B, T), nats; None if the discrepancy is not split.
+        The log-probabilities are at the weights that sampled, shape (B, T), nats; without a split there is no log π_Q.
         """
         args, penalty, weights = self.args, None, None
         self._counts_truncation = self.truncates and "kept_counts" not in batch
@@ -344,12 +341,7 @@ class DCGRPOTrainer(RunTrainer):
 
     @timed("constraint")
     def _as_deployed(self, train_logps: Tensor, model: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return log π_Q, the log-probabilities of the present weights as they are deployed; None if nothing splits.
-
-        Args:
-            train_logps: log π_train of the same tokens, shape (B, T), nats.
-            model, args, kwargs: arguments of `score_tokens`.
-        """
+        """Return log π_Q, of the present weights as they are deployed, shape (B, T), nats; None if nothing splits."""
         if self.args.split_by is None:
             return None
         if self._quantized_self is None:  # the policy trains through the deployed forward

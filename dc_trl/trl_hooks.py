@@ -27,7 +27,7 @@ from peft import PeftModel
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
@@ -357,17 +357,30 @@ class HookedTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         policy = unwrapped(self.accelerator, self.model if model is None else model)
-        if self.is_fsdp_enabled or isinstance(policy, PeftModel) or "router_logits" not in policy.can_record_outputs:
+        if not load_saved_weights(self, policy, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            if isinstance(policy, PeftModel) and len(policy.peft_config) > 1:
-                # With a reference adapter, transformers loads only the adapters in separate folders, and the trained
-                # adapter is not in one.
-                policy.load_adapter(resume_from_checkpoint, policy.active_adapter, is_trainable=True)
-            return
-        # transformers saves the experts of a layer separately, looks here for their name in memory, and continues with
-        # those of the initial model (its issue 48805, open with 5.17). from_pretrained reads the saved ones.
-        saved = type(policy).from_pretrained(resume_from_checkpoint, dtype="auto")
-        policy.load_state_dict(saved.state_dict())
+        if isinstance(policy, PeftModel) and len(policy.peft_config) > 1:
+            # With a reference adapter, transformers loads only the adapters in separate folders, and the trained
+            # adapter is not in one.
+            policy.load_adapter(resume_from_checkpoint, policy.active_adapter, is_trainable=True)
+
+    def _load_best_model(self):
+        policy = unwrapped(self.accelerator, self.model)
+        if not load_saved_weights(self, policy, self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+
+def load_saved_weights(trainer: Trainer, policy: Any, checkpoint: str) -> bool:
+    """Load a checkpoint's weights into a policy that is neither sharded nor adapted; return whether it is such a one.
+
+    transformers saves them under the names of published checkpoints, which for mixtures of experts and models with
+    images differ from those in memory. It looks there for the latter, and without a match continues with the weights
+    that it has (its issue 48805, open with 5.17). `from_pretrained` translates the names.
+    """
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or isinstance(policy, PeftModel):
+        return False
+    policy.load_state_dict(type(policy).from_pretrained(checkpoint, dtype="auto").state_dict())
+    return True
 
 
 def base_rates(scheduler: LRScheduler | AcceleratedScheduler) -> list[float | Tensor]:

@@ -1,4 +1,4 @@
-"""AsyncGRPO under the constraint: its loop runs for real, with rollouts from a queue and without a server.
+"""AsyncGRPO under the constraint: its loop runs for real, with known rollouts from a queue or beside a vLLM server.
 
 TRL's trainer asks a GPU for its peak FLOPS and for FlashAttention 3, whose definition a CPU has in its place. Losses
 are compared with TRL's own trainer and with the formulas, written out.
@@ -14,36 +14,25 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from dc_trl.async_grpo import AsyncDCGRPOConfig, AsyncDCGRPOTrainer
 from dc_trl.constraint.mismatch import mismatch_metrics
+from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.deployed_forward import DeployedForward
+from dc_trl.rollouts.replica import Replica
 
-from .helpers import logged, make_model, make_prompts
+from .helpers import TINY_MODEL, load_script, logged, make_model, make_prompts
+from .vllm_server import complete, requires_vllm
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")
 
+asynchronous = load_script("study/asynchronous")
+
 NEUTRAL = {"constraint": "none", "rollout_correction": "none"}
-
-
-class Attention:
-    """What FlashAttention's kernel for variable lengths computes, by its definition."""
-
-    @staticmethod
-    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale, causal, window_size):
-        assert causal
-        assert window_size == (-1, -1)
-        outputs = []
-        group = q.shape[1] // k.shape[1]
-        for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
-            keys, values = (x[c:d].repeat_interleave(group, 1) for x in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q[a:b], keys) * softmax_scale
-            hidden = torch.arange(d - c)[None] > torch.arange(b - a)[:, None] + (d - c) - (b - a)
-            outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values))
-        return torch.cat(outputs)
 
 
 class Worker:
@@ -116,7 +105,7 @@ def policy(tmp_path_factory, tokenizer):
 
 @pytest.fixture
 def make_trainer(monkeypatch, policy, tokenizer, tmp_path):
-    monkeypatch.setattr(packing, "_flash_attn", lambda: Attention)
+    monkeypatch.setattr(packing, "_flash_attn", lambda: asynchronous.Attention)
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
 
     def make(kind=AsyncDCGRPOTrainer, samples=None, **fields):
@@ -426,3 +415,58 @@ def test_what_would_train_nothing_is_refused_as_in_the_other_trainer(tmp_path, p
     config = AsyncDCGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False)
     with pytest.raises(ValueError, match="train_dataset has 0 rows"):
         AsyncDCGRPOTrainer(policy, [], config, Dataset.from_dict({"prompt": []}), rollout_worker=Worker([]))
+
+
+# --- a real server
+
+
+@requires_vllm
+def test_a_real_server_samples_beside_the_training_and_gets_each_steps_weights(monkeypatch, tmp_path, fp8_server):
+    monkeypatch.setattr(packing, "_flash_attn", lambda: asynchronous.Attention)
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    tokenizer = asynchronous.tokenizer_of(str(TINY_MODEL))
+    args = AsyncDCGRPOConfig(
+        str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=48,
+        max_staleness=2,
+        max_steps=4,
+        token_budget=0,
+        learning_rate=1e-3,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        vllm_server_base_url=fp8_server.url,
+    )
+    transfer = asynchronous.CheckpointTransfer(str(TINY_MODEL), "fp8", fp8_server.url, weight_sync_dir=str(tmp_path))
+    trainer = asynchronous.AgesTrainer(
+        str(TINY_MODEL),
+        arithmetic_reward,
+        args,
+        train_dataset=asynchronous.training_problems(0, 64),
+        processing_class=tokenizer,
+        weight_transfer=transfer,
+    )
+
+    def distance_to_the_server():
+        """Mean difference of the server's log-probabilities to those of the trainer's weights in FP8."""
+        prompt = list(range(40, 52))  # after which the policy is far from sure
+        (answer,) = complete(fp8_server.url, [prompt], max_tokens=24, temperature=1.0, seed=0)
+        ids = torch.tensor([prompt + answer["ids"]])
+        logps = Replica(trainer.model, "fp8").model(input_ids=ids).logits.float().log_softmax(-1)[0, len(prompt) - 1 :]
+        return (logps[:-1].gather(1, ids[0, len(prompt) :, None])[:, 0] - torch.tensor(answer["logps"])).abs().mean()
+
+    trainer.train()
+    after = distance_to_the_server()
+    assert 0 < logged(trainer, "discrepancy/mean")[0] < 0.01
+    ages = sum(trainer.ages, start=asynchronous.Counter())
+    assert ages.total() == 4 * 8
+    assert trainer.ages[0] == {0: 8}
+    assert 1 <= max(ages) <= 3  # TRL bounds the age at the queue, a step before the training
+    trainer.model.load_state_dict(AutoModelForCausalLM.from_pretrained(TINY_MODEL).state_dict())
+    assert distance_to_the_server() > 10 * after
+    assert not list(tmp_path.glob("dc_trl-sync-*"))

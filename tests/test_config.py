@@ -111,6 +111,7 @@ def test_refused_when_the_config_is_made(tmp_path, fields, words):
 def test_every_rule_of_what_has_no_effect_applies(tmp_path):
     others = {
         "rollout_correction_max": {"rollout_correction_max": 2.0},
+        "rollout_correction_min": {"rollout_correction_min": 0.5},
         "constraint_form": {"constraint_form": "quadratic"},
         "discrepancy_margin": {"discrepancy_margin": 0.1},
         "dual_window": {"constraint": "static", "dual_window": 4},

@@ -1,5 +1,6 @@
 """Problems made on the spot, prompts from files, and problems as text."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -100,14 +101,33 @@ def test_nested_columns_instruction_and_counts(tokenizer, rows):
     )
 
 
+def test_system_prompts_and_earlier_turns_are_kept(tokenizer):
+    system, example = {"role": "system", "content": "Think."}, {"role": "assistant", "content": "2"}
+    first, question = {"role": "user", "content": "1+1?"}, {"role": "user", "content": "2+3?"}
+    rows = [[system, question], [system, first, example, question], [first, example], [first, question]]
+    data = Dataset.from_list([{"prompt": messages, "answer": "5"} for messages in rows])
+    prompts, counts = load_prompts(data, tokenizer, "prompt", "answer", "Box it.")
+    boxed = {"role": "user", "content": "2+3?\n\nBox it."}
+    assert prompts["prompt"][:2] == [[system, boxed], [system, first, example, boxed]]
+    assert prompts["prompt"][2] == [{"role": "user", "content": "1+1?\n\n2+3?\n\nBox it."}]
+    assert counts == {"rows": 4, "kept": 3, "without prompt": 1}  # one has no question at its end
+    plain = copy.copy(tokenizer)
+    plain.chat_template = None
+    with pytest.raises(ValueError, match="prompt_column='prompt' has messages of the role 'system'"):
+        load_prompts(data, plain, "prompt", "answer")
+
+
 def test_what_grading_needs_is_carried_along(tokenizer):
     rows = to_dataset(
         "made", [MathProblem("Roots of $x^2=9$?", "3, -3", multiple_answers=True), MathProblem("?", "what it is")]
     )
     prompts, _ = load_prompts(rows, tokenizer, "problem")
-    assert prompts.column_names == ["prompt", "answer", *GRADING_COLUMNS]
+    assert prompts.column_names[:2] == ["prompt", "answer"]
+    assert {*GRADING_COLUMNS} < {*prompts.column_names}  # for rewards of one's own there are the others too
     assert prompts.features["unit"] == rows.features["unit"]
     assert prompts[0] == {
+        "id": "made/0",
+        "problem": "Roots of $x^2=9$?",
         "prompt": [{"role": "user", "content": "Roots of $x^2=9$?"}],
         "answer": "3, -3",
         "multiple_answers": True,
@@ -154,5 +174,13 @@ def test_a_reward_of_ones_own_gets_answers_that_no_grader_reads(tokenizer, tmp_p
     )
     own = DataArguments(dataset_name=str(path), rewards=["my_rewards.names"])
     assert load_data(own, tokenizer, 0, 0)[0]["answer"][:] == ["dog", "cat"]
+    # A reward may read other columns, and no answer at all.
+    path.write_text(json.dumps({"prompt": "2+3?", "total": 5}) + "\n")
+    assert load_data(own, tokenizer, 0, 0)[0][0] == {
+        "prompt": [{"role": "user", "content": "2+3?"}],
+        "answer": None,
+        "total": 5,
+    }
+    path.write_text("".join(json.dumps({"prompt": "?", "answer": kind}) + "\n" for kind in ("dog", "cat")))
     with pytest.raises(ValueError, match="2 without a gold answer that can be parsed"):
         load_data(replace(own, rewards=["my_rewards.names", "math"]), tokenizer, 0, 0)

@@ -171,6 +171,10 @@ def test_a_run_that_is_stopped_before_its_first_step_begins_again_by_the_same_co
     assert {"greedy", "reward"} <= summary["before"].keys() & summary["after"].keys()
     with pytest.raises(SystemExit, match="already holds a run"):
         launch(output_dir=run.folder, eval_size=16, max_steps=1)
+    # Nor is it replaced by another run's checkpoint.
+    launch(output_dir=tmp_path / "other", max_steps=1, save_steps=1)
+    with pytest.raises(SystemExit, match="already holds a run"):
+        launch(output_dir=run.folder, max_steps=2, resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-1"))
 
 
 def test_two_processes_stop_together_and_go_on_together(tmp_path):

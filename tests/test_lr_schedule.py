@@ -76,6 +76,15 @@ def test_a_restored_schedule_goes_on_as_the_saved_one(before, after, period, wit
     assert advance(resumed, after) == advance(whole, after)
 
 
+def test_a_period_that_is_given_anew_holds_from_the_resumption_on():
+    for old, rates in ((100, [8.0, 4.0, 4.0, 4.0]), (6, [4.0, 2.0, 2.0, 2.0]), (2, [0.8, 0.8, 0.8, 0.8])):
+        whole = LengthDecaySchedule(make_optimizer(8.0), decay_period=old)
+        advance(whole, 10)  # no halving, one, and as many as the floor of 0.1 allows
+        resumed = LengthDecaySchedule(make_optimizer(8.0), decay_period=4)
+        resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+        assert advance(resumed, 4) == rates  # of the steps 11 to 14
+
+
 @pytest.mark.parametrize("period", [0, 1.5])
 def test_invalid_numbers_are_refused(period):
     with pytest.raises(ValueError, match=r"floor=1\.1 is invalid"):

@@ -6,17 +6,20 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, TrainerCallback
 
 from dc_trl import DeploymentCheckpointCallback, HistoryCallback, LengthDecayCallback
 from dc_trl.resuming.checkpoints import checkpoint_defect, resumable_checkpoint
 from dc_trl.resuming.interruption import RunInterrupted, StopSignals
 from dc_trl.serving.errors import ServerError
+from dc_trl.trl_hooks import load_saved_weights
 
 from . import helpers
 from .helpers import Rollouts, logged, make_prompts
@@ -114,6 +117,31 @@ def test_a_run_of_an_adapter_goes_on(tmp_path):
     trainer = make_trainer(tmp_path, adapter, max_steps=2)
     trainer.train(resume_from_checkpoint=True)
     assert len(logged(trainer, "loss")) == 2
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_5_vl"])
+def test_weights_are_found_whose_names_on_the_disk_differ(tmp_path, kind):
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small |= {"num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0}
+    if kind == "deepseek_v3":
+        of_experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+        heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        experts = {**of_experts, **heads, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
+        make = partial(AutoModelForCausalLM.from_config, AutoConfig.for_model(kind, **small, **experts))
+    else:
+        rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+        seen = {"hidden_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16}
+        config = AutoConfig.for_model(kind, text_config={**small, "rope_scaling": rope}, vision_config=seen)
+        make = partial(AutoModelForImageTextToText.from_config, config)
+    saved, other = make(), make()
+    saved.save_pretrained(tmp_path)
+    saved = type(saved).from_pretrained(tmp_path, dtype="auto")
+    loaded = type(saved).from_pretrained(tmp_path, dtype="auto")
+    loaded.load_state_dict(other.state_dict())
+    plain = SimpleNamespace(is_fsdp_enabled=False, is_deepspeed_enabled=False)
+    assert load_saved_weights(plain, loaded, str(tmp_path))
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, saved.state_dict()[name]), name
 
 
 def test_a_checkpoint_of_weights_only_is_not_resumed(tmp_path):

@@ -42,7 +42,7 @@ from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
 from ..settings.distribution import sharding_of
-from ..trl_hooks import base_rates, use_base_rates
+from ..trl_hooks import base_rates, load_saved_weights, use_base_rates
 from .config import AsyncDCGRPOConfig
 
 
@@ -214,6 +214,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         )
         ages = self.state.global_step - inputs["weights_of_step"][0]
         tokens = tokens._replace(age=ages[: len(lengths)])
+        self._metrics["train"]["sync/age"].append(ages[: len(lengths)].float().mean().item())
         penalty = weights = None
         multiplier = self.lagrange_multiplier.value
         if self.form is not None:
@@ -273,6 +274,11 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             state = {"lagrange_multiplier": self.lagrange_multiplier.state_dict()}
             write_text(folder / STATE_FILE, json.dumps(state, indent=2))
         super()._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        policy = self.accelerator.unwrap_model(self.model if model is None else model)
+        if not load_saved_weights(self, policy, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         rates = base_rates(self.lr_scheduler)

@@ -18,6 +18,7 @@ alignment of formats goes below that floor, only equal kernels do.
 """
 
 import copy
+import gc
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import comb
@@ -65,6 +66,7 @@ class Case(NamedTuple):
 
         With ``disturbed``, the layers add up in another order.
         """
+        gc.collect()  # the view of the last pass and its hooks refer to each other, and hold the deployed weights
         view = view_of(self.policy)
         arguments = {
             "weights": "weights",

@@ -23,11 +23,6 @@ def train_logps(
     most 4,096 tokens × 32,768 words at a time. Peak memory above the weights: those logits, 2 GB or less, and one
     layer's activations of `batch_tokens` tokens.
 
-    Args:
-        policy: in its training precision.
-        prompts, rollouts: token ids, and completions of them.
-        settings: for temperature, autocast, and tokens of a forward.
-
     Returns:
         A float32 tensor of shape (tokens,) for each rollout, on the CPU.
     """

@@ -152,7 +152,7 @@ class LengthDecaySchedule(LRScheduler):
         return super().state_dict() | {"detector": self.detector.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``: period, floor, η_0 and detector become the saved ones, as does the rate.
+        """Continue from ``state_dict()``: floor, η_0 and detector become the saved ones; so does a period not given.
 
         The state of another scheduler gives only the number of steps: this schedule begins there, at its own η_0.
         """
@@ -161,8 +161,12 @@ class LengthDecaySchedule(LRScheduler):
             if self._decay_period is not None:
                 self.decay_period = self._decay_period
         else:
+            given = self._decay_period
             super().load_state_dict({name: value for name, value in state_dict.items() if name != "detector"})
             self.detector.load_state_dict(state_dict["detector"])
+            if given is not None and given != self._decay_period:
+                factor, self.decay_period = self.factor, given
+                self._passed += math.floor(math.log2(factor))  # the halvings that were made stay
         # PyTorch leaves the rate to the optimizer's own state, which not everyone saves.
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
@@ -190,9 +194,10 @@ class LengthDecayCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, decay_period: int | None = None, floor: float = 0.1):
         args = trainer.args
-        if trainer.is_deepspeed_enabled:
+        if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
             raise ValueError(
-                "DeepSpeed makes its own optimizer, which LengthDecayCallback cannot schedule: use FSDP2 or DDP."
+                "DeepSpeed and FSDP1 need an optimizer made after they have wrapped the model, which "
+                "LengthDecayCallback cannot schedule: use FSDP2 or DDP."
             )
         if args.warmup_steps > 0:
             raise ValueError(

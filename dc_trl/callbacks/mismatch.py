@@ -38,7 +38,7 @@ class MismatchCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         batch = generation_batch_of(self._trainer)
         if batch is self._measured:
-            return  # several optimizer steps use one generation batch
+            return  # several optimizer steps use one generation batch; of several batches of a step the last counts
         self._measured = batch
         for micro_batch in batch:
             self._statistics.add(_tokens_of(micro_batch))

@@ -107,6 +107,8 @@ def _watch(args: Any) -> int:
                 raise
             say(f"{newest.path} was removed or replaced while it was read ({error}); the next one is read")
             continue
+        finally:
+            policy = None  # two do not fit beside each other, nor does one stay on the device between the looks
         looks += 1
         age = time.time() - newest.written
         say(_line(newest, age, server, numbers))

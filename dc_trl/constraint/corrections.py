@@ -16,6 +16,7 @@ Several corrections combine: the first one gives the weights, and each other one
 it gives 0 itself. ``["token_truncate", "geometric_mask(0.99, 1.01)"]`` is TIS on the trajectories that the mask keeps.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -138,6 +139,11 @@ def correction_of(settings: ConstraintSettings) -> Correction | None:
     for name, _ in parts[1:]:
         if name in _TRUNCATIONS:
             raise ValueError(f"{said}: {name} masks no token, so it has no effect behind another: put it first.")
+    for name, bounds in parts:
+        if name == "tv_mask" and "lower" in bounds:
+            raise ValueError(f"{said}: tv_mask has no lower bound: set rollout_correction_max alone.")
+        if bounds.get("lower", -math.inf) > bounds.get("upper", math.inf):
+            raise ValueError(f"{said}: {name} masks every token, because its lower bound is above its upper one.")
     first, *masks = (
         partial(resolve("rollout_correction", name, CORRECTIONS, **bounds), **bounds) for name, bounds in parts
     )

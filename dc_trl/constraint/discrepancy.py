@@ -18,8 +18,7 @@ def token_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measure
         train_logps: log π_train of the sampled tokens, any shape, floating point.
         infer_logps: log π_inf of the same tokens, same shape.
         measure: ``"prob_diff"`` |π_train − π_inf| in [0, 1]; ``"prob_ratio"`` |π_train/π_inf − 1| in
-            [0, e^20 − 1], the ratio clamped to e^±20; ``"log_prob"`` |log π_train − log π_inf| ≥ 0, in nats;
-            ``"squared_log_ratio"`` ½ (log π_train − log π_inf)² in [0, 200], in nats².
+            [0, e^20 − 1], the ratio clamped to e^±20; ``"log_prob"`` |log π_train − log π_inf| ≥ 0, in nats.
 
     Returns:
         δ of each element, same shape, float32 (float64 if an input is float64), detached: no gradient ever flows
@@ -28,17 +27,14 @@ def token_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measure
     Raises:
         ValueError: the measure is unknown, or the shapes differ.
     """
-    if measure == "squared_log_ratio":
-        return signed_discrepancy(train_logps, infer_logps, measure).square() / 2
     return signed_discrepancy(train_logps, infer_logps, measure).abs()
 
 
 def signed_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measure = "prob_diff") -> Tensor:
     """Return the signed discrepancy D of each token; it is positive where π_train is the larger one.
 
-    The measures are π_train − π_inf, π_train/π_inf − 1 and log π_train − log π_inf, with δ = |D|. For
-    ``"squared_log_ratio"`` D is the log ratio clamped to ±20, and δ = ½ D². Arguments and errors are those of
-    `token_discrepancy`.
+    The measures are π_train − π_inf, π_train/π_inf − 1 and log π_train − log π_inf, with δ = |D|. Arguments and errors
+    are those of `token_discrepancy`.
     """
     require_choice("discrepancy_measure", measure, Measure)
     if train_logps.shape != infer_logps.shape:
@@ -52,8 +48,6 @@ def signed_discrepancy(train_logps: Tensor, infer_logps: Tensor, measure: Measur
     if measure == "prob_ratio":
         # Bounded, so that a token that the engine can hardly have sampled does not overflow the gradient of a batch.
         return torch.expm1(bounded_log_ratio(train, infer))
-    if measure == "squared_log_ratio":
-        return bounded_log_ratio(train, infer)
     return train - infer
 
 

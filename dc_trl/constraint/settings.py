@@ -10,7 +10,7 @@ from ..settings.fields import setting
 from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
 
 
-Measure = Literal["prob_diff", "prob_ratio", "log_prob", "squared_log_ratio"]
+Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
 # Part of the difference between the engines that a remedy acts on.
 Target = Literal["all", "lag"]
 Level = Literal["token", "sequence"]

@@ -11,7 +11,7 @@ from pyarrow import ArrowException
 from transformers import PreTrainedTokenizerBase
 
 from ..files import read_text
-from ..grading import GRADING_COLUMNS, gold_answer, is_gradable
+from ..grading import gold_answer, is_gradable
 from ..settings.paths import READERS, is_data_file, require_data_file
 
 
@@ -84,19 +84,28 @@ def load_prompts(
             the answers are passed on as they are.
 
     Returns:
-        (data set with the columns `prompt` and `answer`, and those of `GRADING_COLUMNS` that the rows have; counts by
+        (data set with the columns `prompt` and `answer`, and the others of the rows, except for images; counts by
         reason: `rows`, `kept`, and what was left out).
 
     Raises:
         ValueError: a column is missing, or no row is left.
     """
     counts = Counter(rows=len(rows), kept=0)
-    grading = [column for column in GRADING_COLUMNS if column in rows.column_names]
+    # TRL would give images to the model, and everything else goes to the reward functions.
+    others = [name for name in rows.column_names if name not in ("prompt", "answer", "image", "images")]
+    has_answer = graded or answer_column.split(".")[0] in rows.column_names
     kept: list[dict[str, Any]] = []
     for row in rows:
-        question = text_of_prompt(nested(row, prompt_column, "prompt_column"))
-        answer = gold_answer(nested(row, answer_column, "answer_column"))
-        prompt = make_prompt(question, tokenizer, instruction)
+        given = nested(row, prompt_column, "prompt_column")
+        question = text_of_prompt(given)
+        answer = gold_answer(nested(row, answer_column, "answer_column")) if has_answer else None
+        earlier, prompt = earlier_messages(given), make_prompt(question, tokenizer, instruction)
+        if earlier and isinstance(prompt, str):
+            raise ValueError(
+                f"prompt_column={prompt_column!r} has messages of the role {earlier[0]['role']!r}, and the tokenizer "
+                "has no chat template: use a tokenizer with one, or a column of texts."
+            )
+        prompt = [*earlier, *prompt] if earlier else prompt
         if not question:
             counts["without prompt"] += 1
         elif graded and (answer is None or not is_gradable(answer)):
@@ -104,7 +113,7 @@ def load_prompts(
         elif max_prompt_length is not None and prompt_length(prompt, tokenizer) > max_prompt_length:
             counts[f"with a prompt of more than {max_prompt_length} tokens"] += 1
         else:
-            kept.append({"prompt": prompt, "answer": answer, **{column: row[column] for column in grading}})
+            kept.append({"prompt": prompt, "answer": answer, **{name: row[name] for name in others}})
     counts["kept"] = len(kept)
     if not kept:
         raise ValueError(
@@ -115,7 +124,7 @@ def load_prompts(
     features = {
         "prompt": Value("string") if tokenizer.chat_template is None else [message],
         "answer": Value("string"),
-        **{column: rows.features[column] for column in grading},  # a column of nulls would lose its type
+        **{name: rows.features[name] for name in others},  # a column of nulls would lose its type
     }
     return Dataset.from_list(kept, features=Features(features)), dict(counts)
 
@@ -143,10 +152,19 @@ def nested(row: Mapping[str, Any], column: str, field: str) -> Any:
     return value
 
 
+def earlier_messages(prompt: Any) -> list[dict[str, str]]:
+    """Return the messages before the last one of a conversation in which others than the user speak too."""
+    messages = [message for message in prompt if isinstance(message, dict)] if isinstance(prompt, list) else []
+    if all(message.get("role") == "user" for message in messages):
+        return []
+    return [{"role": message["role"], "content": message["content"]} for message in messages[:-1]]
+
+
 def text_of_prompt(prompt: Any) -> str:
-    """Return the text, or what the user says in a list of chat messages; "" for everything else."""
+    """Return the text, or what the user says in chat messages, last if others speak too; "" for everything else."""
     if isinstance(prompt, list):
-        messages = [message for message in prompt if isinstance(message, dict) and message.get("role") == "user"]
+        last = prompt[-1:] if earlier_messages(prompt) else prompt
+        messages = [message for message in last if isinstance(message, dict) and message.get("role") == "user"]
         texts: list[Any] = [message.get("content") for message in messages]
         prompt = "\n\n".join(texts) if all(isinstance(text, str) for text in texts) else None
     return prompt.strip() if isinstance(prompt, str) else ""

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ..files import read_object, write_text
@@ -179,12 +180,13 @@ def comparison_table(first: Evaluation, second: Evaluation, differences: dict[st
     head = ["benchmark", "first", "second", "difference", "95 %", "p", "second is"]
     rows = []
     for name, difference in differences.items():
-        a, b = (e.average if name == "average" else e.results[name].avg for e in (first, second))
+        names = differences.keys() - {"average"} if name == "average" else [name]
+        a, b = (fmean(e.results[each].avg.value for each in names) for e in (first, second))
         interval, p_value = "–", "–"
         if difference.p_value is not None:
             interval = f"{100 * difference.low:+.1f} – {100 * difference.high:+.1f}"
             p_value = f"{difference.p_value:.4f}"
         value = with_error(difference.value, difference.standard_error, 100, 1, "+")
         words = [value, interval, p_value, verdict(difference, "better", "worse")]
-        rows.append([name, f"{100 * a.value:.1f}", f"{100 * b.value:.1f}", *words])
+        rows.append([name, f"{100 * a:.1f}", f"{100 * b:.1f}", *words])
     return head, rows

@@ -63,12 +63,10 @@ class CheckpointWriter:
         require_served_scheme(scheme)
         self.scheme = scheme
         self._processing_class = processing_class
-        base = base_model(policy)
         self._model = empty_copy(policy)
         self._model.tie_weights()
         self._model.config.dtype = torch.bfloat16
-        self._model.config.use_cache = base.config.use_cache
-        self._generation_config = base.generation_config or GenerationConfig()
+        self._generation_config = base_model(policy).generation_config or GenerationConfig()
         self._quantization = resolve_scheme(scheme, self._model)
         self._quantized = set(quantized_weights(self._model)) if self._quantization.weights is not None else set()
         for name in sorted(self._quantized):
@@ -176,7 +174,10 @@ class CheckpointWriter:
                 parts = compressed_weight(value, self._quantization)
                 stored |= {layer + part: each for part, each in parts.items()}
             else:
-                stored[key] = value.to(torch.bfloat16 if value.is_floating_point() else value.dtype, copy=True)
+                # Some architectures keep small tensors in float32, such as the bias that chooses DeepSeek's experts.
+                exact = any(part in name for part in self._model._keep_in_fp32_modules_strict)
+                dtype = torch.bfloat16 if value.is_floating_point() and not exact else value.dtype
+                stored[key] = value.to(dtype, copy=True)
         return {key: value.contiguous().cpu() for key, value in stored.items()}
 
     def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

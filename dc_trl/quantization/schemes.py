@@ -121,6 +121,8 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     if scheme.weights is None:
         return scheme
     if name == "fp8_w8a16":
+        if fused_experts(model):
+            raise ValueError("deployment_scheme='fp8_w8a16': vLLM loads no mixture of experts in it: use 'fp8'.")
         scheme.input_activations = None
     if name in RESEARCH_BITS:
         scheme.weights.num_bits = RESEARCH_BITS[name]

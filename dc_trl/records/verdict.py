@@ -86,7 +86,8 @@ def verdict_of(run: Run) -> Verdict:
         why = COUNTS_TRUNCATION if truncated else NOT_MEASURED
         return Verdict([*lines, f"The mismatch was not measured: {why}"], worth_serving)
     k3 = statistics.median(measured)
-    may_lag = (run.setting("weight_sync_steps") or 1) > 1 or bool(run.setting("rollout_overlap"))
+    ages = run.series("sync/age").values  # above 0 without a setting, of the asynchronous trainer
+    may_lag = (run.setting("weight_sync_steps") or 1) > 1 or bool(run.setting("rollout_overlap")) or any(ages)
     lines.append(f"The mismatch was measured: k3 {k3:.2g} nats, {reading(k3, may_lag, _level(run, may_lag))}.")
     return Verdict(lines, worth_serving)
 

@@ -34,13 +34,7 @@ def write_report(run_dir: str | PathLike[str], path: str | PathLike[str], title:
 
     The run may still be going on, or have been killed. A page that stands at `path` is replaced.
 
-    Args:
-        run_dir: output directory of the run.
-        path: of the page; it ends in `.html`. Missing directories are made.
-        title: of the page; by default it names the run.
-
-    Returns:
-        The path of the page.
+    Missing directories are made. Return the path of the page.
 
     Raises:
         ValueError: the directory holds no run or a damaged one, or the path is not that of a page.

@@ -131,9 +131,6 @@ def write_manifest(folder: Path) -> None:
     """Write the manifest of a checkpoint, all of whose files are written: what resuming reads, with the sizes.
 
     It returns once checkpoint and manifest are on the disk.
-
-    Raises:
-        OSError: the file system refused.
     """
     files = [
         path

@@ -128,7 +128,7 @@ def take(batch: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     def taken(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value if value.ndim == 0 else value[index.to(value.device)]
-        return [value[row] for row in rows]
+        return value and [value[row] for row in rows]  # TRL's num_images are None where it has dropped images
 
     parts = {name: taken(value) for name, value in split_pixel_values_by_grid(batch).items()}
     return unsplit_pixel_values_by_grid(parts)
@@ -140,6 +140,6 @@ def join(slices: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         name: (value if value.ndim == 0 else torch.cat([each[name] for each in slices]))
         if isinstance(value, Tensor)
-        else [row for each in slices for row in each[name]]
+        else value and [row for each in slices for row in each[name]]
         for name, value in first.items()
     }

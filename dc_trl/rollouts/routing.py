@@ -81,14 +81,7 @@ def expert_scores(logits: Tensor, experts: Tensor, normalised: bool, dtype: torc
 
 
 class RoutesRecorder:
-    """Records the experts that a model chooses while it generates.
-
-    Args:
-        model: mixture of experts that generates.
-
-    Raises:
-        ValueError: see `routers_of`.
-    """
+    """Records the experts that a mixture of experts chooses while it generates; errors are those of `routers_of`."""
 
     def __init__(self, model: PreTrainedModel):
         self._rows: int | None = None  # sequences of the batch that is being recorded

@@ -190,11 +190,6 @@ class ServerEngine:
         max_retries: number of further tries after the connection broke or the server failed.
         vocabulary: bound below which all token ids of the model are; None if it is unknown.
 
-    Attributes:
-        model: name of the model on the server.
-        max_length: largest length of a prompt with its completion, in tokens.
-        disclosed: information of the server on the weights that it holds.
-
     Raises:
         ServerError: no server answers at the URL, it needs a key, or it is loading weights.
     """

@@ -22,14 +22,8 @@ def require_rollout(
     The number of completions, the echoed prompts, the token ids, the log-probabilities and the experts' shape are
     checked, because a wrong one would be trained on without a sign.
 
-    Args:
-        request: body that was sent to /v1/completions, with `return_token_ids`.
-        answer: JSON object that the server returned.
-        where: the server's address, for messages.
-        vocabulary: bound below which all token ids of the model are; None if it is unknown.
-
-    Returns:
-        The entries of `choices`, prompts × `n` in number, with their experts as arrays.
+    These are the entries of `choices`, prompts × `n` in number, with their experts as arrays; `vocabulary` is a bound
+    below which all token ids are, and `where` the server's address, for messages.
 
     Raises:
         ServerAnswerError: the answer does not fit the request; the message says why.

@@ -70,10 +70,7 @@ def in_event_loop(coroutine: Coroutine[Any, Any, T]) -> "Iterator[Future[T]]":
 def in_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in an event loop of its own, even if the caller is within one, such as a notebook's cell.
 
-    An interruption of the caller, such as Ctrl-C, cancels the coroutine.
-
-    Raises:
-        RequestAbandonedError: see `in_event_loop`.
+    An interruption of the caller, such as Ctrl-C, cancels the coroutine. Errors are those of `in_event_loop`.
     """
     with in_event_loop(coroutine) as future:
         return future.result()

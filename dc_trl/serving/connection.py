@@ -143,12 +143,15 @@ class Connection:
 
     async def arequest(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """Send a request as `request` does, in an event loop."""
+        return self._read(path, await self._answer(method, path, **kwargs))
+
+    async def _answer(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         limit = self.patience.request_timeout
         if self._deadline is not None:
             limit = min(limit, self._deadline.left)
         try:
             async with asyncio.timeout(limit):
-                response = await self._send(method, path, **kwargs)
+                return await self._send(method, path, **kwargs)
         except (httpx.TimeoutException, TimeoutError) as error:
             raise ServerUnavailableError(
                 f"vLLM at {self.url} did not answer {path} within {limit:.3g} s "
@@ -158,7 +161,6 @@ class Connection:
             raise ServerUnavailableError(
                 f"the connection to vLLM at {self.url} broke during {path} ({type(error).__name__})"
             ) from error
-        return self._read(path, response)
 
     async def _send(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         async with httpx.AsyncClient(**self._options) as http:
@@ -166,7 +168,7 @@ class Connection:
 
     def text(self, path: str) -> str:
         """Return what the server answers at a path that is not JSON; empty where it has no such path."""
-        response = in_coroutine(self._send("GET", path))
+        response = in_coroutine(self._answer("GET", path))
         return response.text if response.is_success else ""
 
     @contextmanager

@@ -26,10 +26,7 @@ class ServerPool(RolloutClient):
     A server that fails is lost: its prompts go to the others, and it is asked again before each rollout and
     synchronization. It takes prompts again once it is up, fits and has loaded the present weights. Only if all servers
     are lost are rollouts and synchronizations tried again, and they fail as with a single server.
-
-    Args:
-        servers: clients of the servers, at least two.
-        fits: function that raises a `ServerError` if a server does not fit the run.
+    `fits` raises a `ServerError` if a server does not fit the run.
     """
 
     def __init__(self, servers: Sequence[ServerClient], fits: Fits):

@@ -17,15 +17,8 @@ class RoutedServers(RolloutClient):
     The router gets the prompts, and the servers get everything else. Nobody knows which server answered, so all of
     them hold the present version of the weights before a rollout and after it. Otherwise its completions are discarded
     and sampled again, with the same seeds. A server that fails is waited for like a single server, although the router
-    may do without it: once it is up again, the router would send it prompts before it has the weights.
-
-    Args:
-        router: address of the router, "http://127.0.0.1:8000".
-        servers: clients of all servers behind it.
-        fits: function that raises a `ServerError` if a server does not fit the run.
-
-    Raises:
-        ServerError: the router is not up, or has more servers than these.
+    may do without it: once it is up again, the router would send it prompts before it has the weights. A `ServerError`
+    says that the router is not up, or has more servers than these; `fits` is that of `ServerPool`.
     """
 
     all_needed = True

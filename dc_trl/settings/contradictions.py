@@ -62,6 +62,7 @@ def _has_deployed_forward(settings: Any) -> bool:
 
 NO_EFFECT = (
     Rule("rollout_correction_max rollout_correction_target", {"rollout_correction": ["none"]}, "choose a correction"),
+    Rule("rollout_correction_min", {"rollout_correction": ["none"]}, "choose a correction"),
     Rule(
         "discrepancy_margin constraint_form constraint_target",
         {"constraint": ["none"]},

@@ -30,7 +30,7 @@ _WEIGHTS = "token_weights"
 # Means over the tokens of a forward that TRL and this package log and average over the forwards of a step. The number
 # selects the weight that makes this the mean over the step's tokens: tokens of the loss (0) or with prompts (1).
 _TOKEN_MEANS = {
-    **dict.fromkeys(("entropy", "kl", "cispo_clip_ratio", "vespo/phi_seq_mean"), 0),
+    **dict.fromkeys(("entropy", "kl", "cispo_clip_ratio"), 0),
     **dict.fromkeys(("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), 0),
     **dict.fromkeys(("routing/replayed_fraction", "routing/flipped_fraction"), 1),
 }
@@ -88,7 +88,7 @@ class LengthAwareBatches:
     def _plan(self, batch: dict[str, Any], rows: int) -> list[Forward]:
         """Return the forwards of the rows of all processes."""
         lengths = lengths_of(batch, self._multiple)
-        images = torch.tensor(batch.get("num_images", [0] * len(lengths)), device=lengths.device)
+        images = torch.tensor(batch.get("num_images") or [0] * len(lengths), device=lengths.device)
         table = torch.cat([lengths, images.unsqueeze(1)], dim=1)
         if self._trainer.accelerator.num_processes > 1:
             table = self._trainer.accelerator.gather(table)
@@ -105,7 +105,10 @@ class LengthAwareBatches:
         """Weigh what the loss of a slice has just logged by its tokens, so that TRL's mean is one over the step's."""
         metrics = self._trainer.metrics_since_log("train")
         if _WEIGHTS in inputs:
+            by_sequence = self._trainer.importance_sampling_level == "sequence" and inputs["advantages"].ndim == 1
             for name in _TOKEN_MEANS.keys() & metrics.keys():
+                if by_sequence and name.startswith("clip_ratio/"):
+                    continue  # TRL's is a mean over trajectories then
                 metrics[name][-1] *= inputs[_WEIGHTS][_TOKEN_MEANS[name]]
 
     # --- forwards of a whole generation batch: old and reference log-probabilities ----------------------------------

@@ -179,11 +179,8 @@ class RunTrainer(SamplingTrainer):
         """Write the policy as it is deployed, in `deployment_scheme` or bf16; see `CheckpointWriter.write`.
 
         With `lora_deployment="adapter"` the directory has the base, and the adapter in `adapter/`. A directory that
-        holds no model is a user's own, and is renamed. Every process must call it.
-
-        Raises:
-            ValueError: see `deployed_tensors`.
-            OSError: the file system refused; the previous contents are unharmed.
+        holds no model is a user's own, and is renamed. If the file system refuses, the previous contents are unharmed.
+        Every process must call it.
         """
         beside = unwrapped(self.accelerator, self.model) if self.args.lora_deployment == "adapter" else None
         tensors = self.deployed_tensors() if beside is None else policy_tensors(beside, adapters=False)
@@ -217,11 +214,7 @@ class RunTrainer(SamplingTrainer):
         return CheckpointWriter(policy, self.args.deployment_scheme or "bf16", self.processing_class)
 
     def _require_exportable(self) -> None:
-        """Refuse, before the first step, to train a policy that cannot be exported after the last one.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise a ValueError before the first step if the policy cannot be exported after the last one."""
         try:
             require_merged_form(unwrapped(self.accelerator, self.model))
             _ = self._checkpoint_writer
@@ -241,12 +234,7 @@ class RunTrainer(SamplingTrainer):
         `deployment_scheme` are set. A folder of that name without a model is kept as `deployment.1/` and so on.
         transformers' own calls for each `checkpoint-N` export nothing, because each would cost the disk
         space of a whole model; `DeploymentCheckpointCallback` exports them on request.
-
-        Args:
-            output_dir (`str`, *optional*): directory to write to, by default the `output_dir` of the configuration.
-
-        Raises:
-            OSError: the file system refused; the previous contents are unharmed.
+        If the file system refuses, the previous contents are unharmed.
         """
         if self.args.exports_deployment and not _internal_call:
             self._export(self.args.output_dir if output_dir is None else output_dir)
@@ -268,9 +256,7 @@ class RunTrainer(SamplingTrainer):
         It takes and returns what [`~transformers.Trainer.push_to_hub`] does; `dataset_name` and `tags` go to the card.
         Every process has to call it.
 
-        Args:
-            export (`bool`, defaults to `True`): whether the deployment checkpoint is first written from the present
-                weights. `False` pushes the one that `train` has just left in the output directory.
+        The deployment checkpoint is first written from the present weights, unless `export` is False.
 
         Raises:
             HubError: the Hub refused or could not be reached. The run's files are whole, and calling this again

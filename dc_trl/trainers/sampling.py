@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import DistributedType
 from accelerate.logging import get_logger
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
@@ -79,6 +80,10 @@ class SamplingTrainer(HookedTrainer):
         prompts = require_startable(model=model, reward_funcs=reward_funcs, args=args, **checked)
         if args.lora_deployment == "adapter" and kwargs.get("peft_config") is None:
             require_adapter_beside(model)
+        adapted = kwargs.get("peft_config") is not None or isinstance(model, PeftModel)
+        if adapted and args.deployment_scheme is not None and not args.use_vllm and sharding_of(args).is_fsdp2:
+            name = f"deployment_scheme={args.deployment_scheme!r} without use_vllm"
+            raise ValueError(f"{name} merges no adapter that FSDP2 shards: set use_vllm=True, or launch with DDP.")
         if args.use_vllm and args.vllm_mode == "server":
             revision, trust = (args.model_init_kwargs or {}).get("revision", "main"), args.trust_remote_code
             by_name = isinstance(model, str)

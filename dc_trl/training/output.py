@@ -31,7 +31,8 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
     output_dir = Path(args.output_dir)
     stack.enter_context(lock_output(output_dir))
     checkpoint = resumable_checkpoint(args.resume_from_checkpoint, output_dir)
-    if checkpoint is None:
+    # The checkpoint of another run is continued in a directory that holds none.
+    if checkpoint is None or Path(checkpoint).resolve().parent != output_dir.resolve():
         _require_no_run(output_dir, anew=str(args.resume_from_checkpoint).lower() == "auto")
     if args.push_to_hub:
         name = args.hub_model_id or output_dir.absolute().name

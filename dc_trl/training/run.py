@@ -89,10 +89,9 @@ def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
     try:
         trainer.push_to_hub(dataset_name=dataset_name, export=not args.exports_deployment)
     except HubError as error:
-        left_out = "--exclude 'checkpoint-*' --exclude '*.bin' --exclude '*.log'"
-        command = (
-            f"hf upload {shlex.quote(args.hub_model_id or 'OWNER/MODEL')} {shlex.quote(args.output_dir)} . {left_out}"
-        )
+        words = ["hf", "upload", args.hub_model_id or "OWNER/MODEL", args.output_dir, "."]
+        words += [word for left_out in ("checkpoint-*", "*.bin", "*.log", "*.py") for word in ("--exclude", left_out)]
+        command = shlex.join(words if args.hub_revision is None else [*words, "--revision", args.hub_revision])
         return f"error: {error}\nThe run is complete in {args.output_dir}. Push it later: {command}"
     return None
 
