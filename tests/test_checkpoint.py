@@ -8,10 +8,16 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GraniteMoeConfig, Qwen2MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GraniteMoeConfig,
+    Qwen2MoeConfig,
+)
 
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.quantization.schemes import SCHEMES
+from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.rollouts.replica import Replica
 
@@ -305,3 +311,39 @@ def test_a_file_in_the_way_is_not_overwritten(tmp_path):
     with pytest.raises(OSError, match="checkpoint"):
         write(make_model(32), "bf16", tmp_path / "checkpoint")
     assert (tmp_path / "checkpoint").read_text() == "mine"
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8"])
+def test_tensors_that_an_architecture_keeps_in_float32_stay_so(tmp_path, scheme):
+    config = DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        first_k_dense_replace=0,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    )
+    model = DeepseekV3ForCausalLM(config)
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    biases = torch.tensor([28.0, 28.01, 28.02, 28.07])  # next to each other in bfloat16: 28 and 28.125
+    model.state_dict()[name].copy_(biases)
+    CheckpointWriter(model, scheme).write(policy_tensors(model), tmp_path / "checkpoint")
+    stored = tensors_in(tmp_path / "checkpoint")
+    assert torch.equal(stored[name], biases)
+    assert stored["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_fp8_of_weights_alone_is_refused_for_a_mixture():
+    with pytest.raises(ValueError, match="no mixture of experts"):
+        resolve_scheme("fp8_w8a16", make_experts())
