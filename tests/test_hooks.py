@@ -98,6 +98,8 @@ HOOKS: dict[str, str] = {
         "(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)"
     ),
     "transformers.Trainer._load_from_checkpoint": "(self, resume_from_checkpoint, model)",
+    "transformers.Trainer._load_best_model": "(self)",
+    "transformers.PreTrainedModel._keep_in_fp32_modules_strict": "NoneType",
     "transformers.Trainer._load_optimizer_and_scheduler": "(self, checkpoint)",
     "transformers.Trainer._get_output_dir": "(self, trial)",
     "transformers.Trainer._get_train_sampler": "(self, train_dataset)",

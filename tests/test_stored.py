@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.fake_quantize import compressed_weight
-from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
+from dc_trl.quantization.schemes import SCHEMES, fused_experts, resolve_scheme
 from dc_trl.quantization.tensors import policy_tensors
 
 from .helpers import make_experts, make_model, make_tokenizer
@@ -62,6 +62,8 @@ def test_a_weight_with_special_numbers_is_what_compressed_tensors_makes_of_it(sc
 def test_a_checkpoint_is_what_the_libraries_write_from_the_whole(tmp_path, scheme, make):
     """compressed-tensors quantizes whole weights, transformers names them, safetensors writes them from memory."""
     model = make()
+    if scheme == "fp8_w8a16" and fused_experts(model):
+        pytest.skip("vLLM loads no mixture in it, so it is refused")
     CheckpointWriter(model, scheme, make_tokenizer()).write(policy_tensors(model), tmp_path / "ours")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "published")
     names = load_file(tmp_path / "published" / "model.safetensors").keys()
