@@ -152,21 +152,23 @@ def nested(row: Mapping[str, Any], column: str, field: str) -> Any:
     return value
 
 
-def earlier_messages(prompt: Any) -> list[dict[str, str]]:
+def earlier_messages(prompt: Any) -> list[dict[str, Any]]:
     """Return the messages before the last one of a conversation in which others than the user speak too."""
     messages = [message for message in prompt if isinstance(message, dict)] if isinstance(prompt, list) else []
     if all(message.get("role") == "user" for message in messages):
         return []
-    return [{"role": message["role"], "content": message["content"]} for message in messages[:-1]]
+    return [{key: message.get(key) for key in ("role", "content")} for message in messages[:-1]]
 
 
 def text_of_prompt(prompt: Any) -> str:
     """Return the text, or what the user says in chat messages, last if others speak too; "" for everything else."""
     if isinstance(prompt, list):
-        last = prompt[-1:] if earlier_messages(prompt) else prompt
+        earlier = earlier_messages(prompt)
+        last = prompt[-1:] if earlier else prompt
         messages = [message for message in last if isinstance(message, dict) and message.get("role") == "user"]
         texts: list[Any] = [message.get("content") for message in messages]
-        prompt = "\n\n".join(texts) if all(isinstance(text, str) for text in texts) else None
+        given = [*texts, *(message["content"] for message in earlier)]  # of images there may be lists
+        prompt = "\n\n".join(texts) if all(isinstance(text, str) for text in given) else None
     return prompt.strip() if isinstance(prompt, str) else ""
 
 
