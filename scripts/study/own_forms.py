@@ -1,8 +1,9 @@
-"""Forms of the study that the package does not have."""
+"""Forms and corrections of the study that the package does not have."""
 
 import torch
 from torch import Tensor
 
+from dc_trl.constraint.corrections import ppo_clip
 from dc_trl.constraint.discrepancy import signed_discrepancy
 from dc_trl.constraint.forms import log_ratio
 from dc_trl.sampled_tokens import SampledTokens
@@ -30,3 +31,25 @@ def shuffled_log_ratio(tokens: SampledTokens, measure: str) -> Tensor:
     ratios = log_ratio(tokens, measure)
     values = ratios[tokens.scored]
     return ratios.masked_scatter(tokens.scored, values[torch.randperm(len(values), device=values.device)])
+
+
+def odds_clip(tokens: SampledTokens) -> Tensor:
+    """Return the weights of `ppo_clip`, which masks by the ratio of the odds p/(1 − p) where PPO takes that of p.
+
+    Near p = 1 the ratio hardly moves while the probability of all other tokens doubles; the odds move as much as that.
+    """
+    train, infer = (logps.where(tokens.scored, 0.0) for logps in tokens.detached_logps)
+    # 1e-6 keeps a certain token's odds finite; it is above the rounding of float32.
+    odds = (train.exp() / (1 - train.exp() + 1e-6)) / (infer.exp() / (1 - infer.exp() + 1e-6))
+    masked = ppo_clip(tokens._replace(train_logps=odds.log(), infer_logps=torch.zeros_like(odds))) == 0
+    return ppo_clip(tokens, 0.0, float("inf")).masked_fill(masked, 0.0)
+
+
+def ppo_clip_by_age(tokens: SampledTokens) -> Tensor:
+    """Return the weights of `ppo_clip` with a bound of e^±0.03 for each optimizer step that the sampler is behind.
+
+    In the step after a synchronization the bound is e^0.03, after seven more steps e^0.24.
+    """
+    bound = (0.03 * (torch.as_tensor(tokens.age, device=tokens.scored.device, dtype=torch.float32) + 1)).exp()
+    bound = bound.unsqueeze(-1) if bound.dim() else bound
+    return ppo_clip(tokens, 1 / bound, bound)
