@@ -133,6 +133,9 @@ def test_a_history_alone_is_enough(tmp_path):
     assert row_of(reader, "collapse alarms") == ["reward at step 3"]
     assert row_of(reader, "training seconds") == ["12"]
     assert row_of(reader, "multiplier λ") == ["0.101", "0.103"]
+    with open(run / "history.jsonl", "a") as file:
+        file.write('{"step": 4, "reward": 0.9}\n')  # it was resumed with more steps
+    assert row_of(read_report(write_report(run, tmp_path / "report.html")), "state") == ["going on, or stopped"]
     assert "Settings" not in reader.texts["h2"]
 
 

@@ -119,6 +119,17 @@ def test_a_run_of_an_adapter_goes_on(tmp_path):
     assert len(logged(trainer, "loss")) == 2
 
 
+def test_the_settings_of_a_run_that_goes_on_are_recorded_and_the_old_ones_kept(tmp_path):
+    make_trainer(tmp_path, export_run=True).train()
+    before = (tmp_path / "settings.json").read_text()
+    make_trainer(tmp_path, export_run=True).train(resume_from_checkpoint=True)
+    other = {"max_steps": 2, "learning_rate": 2e-5}
+    make_trainer(tmp_path, export_run=True, **other).train(resume_from_checkpoint=True)
+    assert [path.name for path in tmp_path.glob("settings.*.json")] == ["settings.1.json"]
+    assert (tmp_path / "settings.1.json").read_text() == before
+    assert json.loads((tmp_path / "settings.json").read_text()) == json.loads(before) | other
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_5_vl"])
 def test_weights_are_found_whose_names_on_the_disk_differ(tmp_path, kind):
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -140,8 +140,6 @@ def correction_of(settings: ConstraintSettings) -> Correction | None:
         if name in _TRUNCATIONS:
             raise ValueError(f"{said}: {name} masks no token, so it has no effect behind another: put it first.")
     for name, bounds in parts:
-        if name == "tv_mask" and "lower" in bounds:
-            raise ValueError(f"{said}: tv_mask has no lower bound: set rollout_correction_max alone.")
         if bounds.get("lower", -math.inf) > bounds.get("upper", math.inf):
             raise ValueError(f"{said}: {name} masks every token, because its lower bound is above its upper one.")
     first, *masks = (

@@ -72,8 +72,9 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether training came to its end: the trainer then logs how long it took."""
-        return bool(self.summary) or any("train_runtime" in row for row in self.history)
+        """Whether training came to its end at the last step: the trainer then logs how long it took."""
+        ends = [row["step"] for row in self.history if "train_runtime" in row]
+        return self.steps in (self.summary.get("steps"), *ends)
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

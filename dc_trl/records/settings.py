@@ -12,6 +12,7 @@ from ..settings.recipes import RECIPES
 
 # TrainingArguments fills these in itself, and they do not affect what is learned.
 _FILLED_IN = {"disable_tqdm", "dataloader_pin_memory", "pad_to_multiple_of"}
+_OF_THIS_START = {"eval_on_start", "resume_from_checkpoint"}  # which a resumed run may have otherwise
 _EMPTY: tuple[Any, ...] = (None, "", "none", [], {})
 
 
@@ -27,7 +28,7 @@ def changed_settings(config: Any, defaults: type | None = None) -> dict[str, Any
     """
     standard = {f.name: f for f in fields(config)} | ({f.name: f for f in fields(defaults)} if defaults else {})
     changed = {}
-    for name in (f.name for f in fields(config) if f.init and f.name not in _FILLED_IN):
+    for name in (f.name for f in fields(config) if f.init and f.name not in _FILLED_IN | _OF_THIS_START):
         value, default = json_value(getattr(config, name)), json_value(default_of(standard[name]))
         if not is_secret_name(name) and value != default and not (value in _EMPTY and default in _EMPTY):
             changed[name] = value

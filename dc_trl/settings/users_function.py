@@ -27,18 +27,17 @@ def resolve(field: str, name: str, registered: Mapping[str, Callable[..., Any]],
     Raises:
         ValueError: the name is unknown, or the function cannot be called with the sampled tokens and `arguments`.
     """
-    if name in registered:
-        return registered[name]
-    module, colon, function_name = name.partition(":")
-    if not colon:
+    module, colon, function_name = name.rpartition(":")
+    if not colon and name not in registered:
         names = ", ".join(map(repr, registered))
         raise ValueError(f"{field}={name!r} is unknown: choose one of {names}, or name a function, 'module:function'.")
-    function = import_function(f"{field}={name!r}", module, function_name, "correct the name, or install the module")
+    remedy = "correct the name, or install the module"
+    function = import_function(f"{field}={name!r}", module, function_name, remedy) if colon else registered[name]
     try:
         inspect.signature(function).bind(None, **arguments)
     except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
         raise ValueError(
             f"{field}={name!r} is called as {function_name}({', '.join(['tokens', *arguments])}), which it does not "
-            f"take ({error}): give it these parameters."
+            f"take ({error}): give it these parameters, or leave their settings out."
         ) from error
     return function

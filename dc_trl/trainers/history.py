@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
-from ..files import append_text, set_aside, write_text
+from ..files import append_text, read_text, set_aside, write_text
 from ..quantization.policy import base_model
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history
 from ..records.settings import changed_settings, json_value
@@ -31,9 +31,10 @@ class HistoryCallback(TrainerCallback):
     `run.png` shows reward, δ̄ with its tolerance, and λ.
     An evaluation before training is not kept.
 
-    A resumed run keeps its settings and continues the history from its checkpoint. A new run in the same directory
-    renames the old files to `history.1.jsonl`, `settings.1.json`, `run.1.png` and so on, and the old `deployment/` to
-    `deployment.1/` if it will export its own; the files of one run get the same number.
+    A resumed run continues the history from its checkpoint. A new run in the same directory renames the old files to
+    `history.1.jsonl`, `settings.1.json`, `run.1.png` and so on, and the old `deployment/` to `deployment.1/` if it
+    will export its own; the files of one run get the same number. A run that is resumed with other settings renames
+    the old ones.
 
     Args:
         settings (`Mapping[str, Any]`, *optional*): further settings of the run for `settings.json`, such as its data
@@ -60,15 +61,17 @@ class HistoryCallback(TrainerCallback):
                 names.append(DEPLOYMENT_FOLDER)
             for file, kept in set_aside(self._history.with_name(name) for name in names).items():
                 logger.warning(f"{file} belongs to an earlier run and is kept as {kept.name}.")
-        settings = self._history.with_name(SETTINGS_FILE)
-        if not settings.exists():
-            found = dict(self._settings)
-            if isinstance(model, PreTrainedModel | PeftModel) and (name := base_model(model).config.name_or_path):
-                found.setdefault("model_name_or_path", json_value(name))
-            if isinstance(model, PeftModel):
-                found["peft"] = {adapter: changed_settings(config) for adapter, config in model.peft_config.items()}
-            found |= changed_settings(args, DCGRPOConfig)
-            write_text(settings, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+        found = dict(self._settings)
+        if isinstance(model, PreTrainedModel | PeftModel) and (name := base_model(model).config.name_or_path):
+            found.setdefault("model_name_or_path", json_value(name))
+        if isinstance(model, PeftModel):
+            found["peft"] = {adapter: changed_settings(config) for adapter, config in model.peft_config.items()}
+        found |= changed_settings(args, DCGRPOConfig)
+        settings, text = self._history.with_name(SETTINGS_FILE), json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+        if not settings.is_file() or read_text(settings) != text:
+            for file, kept in set_aside([settings]).items():
+                logger.warning(f"The run goes on with other settings than those of {file}, now {kept.name}.")
+            write_text(settings, text)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # An evaluation alone does not begin a run, so the files of an earlier run stay as they are.
