@@ -138,7 +138,7 @@ def test_several_corrections_by_hand(tmp_path, value, expected):
         ({"rollout_correction": ["geometric_mask", "token_truncate"]}, "token_truncate masks no token"),
         ({"rollout_correction": "icepop, geometric_mask(a)"}, "at most two bounds"),
         ({"rollout_correction": ["token_truncate", "icepop"], "rollout_correction_max": 3.0}, "leave them out"),
-        ({"rollout_correction": "tv_mask", "rollout_correction_min": 0.1}, "tokens, lower\), which it does not"),
+        ({"rollout_correction": "tv_mask", "rollout_correction_min": 0.1}, r"tokens, lower\), which it does not"),
         ({"rollout_correction": "icepop(5, 0.5)"}, "icepop masks every token"),
         ({"rollout_correction": "none", "rollout_correction_min": 0.5}, "rollout_correction_min"),
     ],

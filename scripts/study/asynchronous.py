@@ -1,6 +1,7 @@
 """A real lag: TRL's asynchronous GRPO against a vLLM server in FP8 on a CPU. Sampler and trainer work side by side.
 
     python scripts/study/asynchronous.py --output runs/asynchronous      a run takes four minutes on two cores
+    python scripts/study/asynchronous.py --show scripts/study/asynchronous.jsonl       the table, without a run
 
 Written down before the first run of these seeds. The task, model, batch and evaluation are the study's (base.yaml),
 with lr 1e-4. `max_staleness` is the largest number of weight versions by which a sample may be behind when it leaves
@@ -16,16 +17,18 @@ import argparse
 import json
 import shutil
 import socket
+import statistics
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from comparisons import mean_over_seeds
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -36,6 +39,7 @@ from dc_trl.data.arithmetic import arithmetic_problems
 from dc_trl.files import locked_folder
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.records.tables import markdown_table, with_error
 from dc_trl.rollouts.replica import Replica
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.fit import require_shared_directory
@@ -261,11 +265,37 @@ def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
+HEAD = ["variant", "seeds", "greedy, %", "mean age", "oldest", "dropped", "k3, 10⁻³"]
+
+
+def table(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return a row for each cell: accuracy (the mean of three evaluations), ages in optimizer steps, dropped samples.
+
+    Mean age, k3 (of the last twenty steps) and dropped samples are means over seeds; the oldest is that of all.
+    """
+    rows = []
+    for name in CELLS:
+        runs = [line for line in lines if line["cell"] == name]
+        if runs:
+            greedy = mean_over_seeds([statistics.fmean(run["greedy"].values()) for run in runs])
+            age = statistics.fmean(statistics.fmean(run["mean_age"]) for run in runs)
+            k3 = mean_over_seeds([statistics.fmean(run["discrepancy/k3_kl"][-20:]) for run in runs])
+            dropped = statistics.fmean(run["dropped"] for run in runs)
+            oldest = max(int(age) for run in runs for age in run["ages"])
+            cells = [with_error(*greedy, 100, 1), f"{age:.1f}", str(oldest), f"{dropped:.0f}", with_error(*k3, 1e3, 2)]
+            rows.append([name, str(len(runs)), *cells])
+    return HEAD, rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/asynchronous"))
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--show", type=Path, metavar="LINES", help="print the table of these lines, and make no run")
     args = parser.parse_args()
+    if args.show is not None:
+        print(markdown_table(*table([json.loads(line) for line in args.show.read_text().splitlines()])))
+        return
     torch.set_num_threads(1)
     train_on_a_cpu()
     args.output.mkdir(parents=True, exist_ok=True)
