@@ -4,9 +4,11 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -18,7 +20,7 @@ from transformers import (
 
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
-from dc_trl.quantization.tensors import policy_tensors
+from dc_trl.quantization.tensors import deployed_tensors, policy_tensors
 from dc_trl.rollouts.replica import Replica
 
 from .helpers import ROOT, TORCHRUN, make_experts, make_model, make_tokenizer, succeed, tensors_in
@@ -342,6 +344,15 @@ def test_tensors_that_an_architecture_keeps_in_float32_stay_so(tmp_path, scheme)
     stored = tensors_in(tmp_path / "checkpoint")
     assert torch.equal(stored[name], biases)
     assert stored["model.norm.weight"].dtype == torch.bfloat16
+    # Under ZeRO-3 TRL gathers the parameters alone, and the bias is a buffer.
+    plugin = SimpleNamespace(zero_stage=3)
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED, deepspeed_plugin=plugin, unwrap_model=lambda each, **_: each
+    )
+    tensors = deployed_tensors(accelerator, model, model.named_parameters)
+    CheckpointWriter(model, scheme).write(tensors, tmp_path / "gathered")
+    for name, tensor in tensors_in(tmp_path / "gathered").items():
+        assert torch.equal(tensor, stored[name]), name
 
 
 def test_fp8_of_weights_alone_is_refused_for_a_mixture():

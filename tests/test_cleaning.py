@@ -179,6 +179,18 @@ def test_the_script_writes_what_training_reads(prepare, tokenizer):
     assert {"multiple_answers", "unit", "relative_tolerance", "absolute_tolerance"} < set(prompts.column_names)
 
 
+def test_the_script_says_why_no_row_is_left(prepare, tmp_path):
+    """The messages are a system prompt and a question; of a system prompt alone each row would be a conflict."""
+    rows = [dapo_row(question, "as you like", str(number)) for number, question in enumerate(("Why?", "How?"))]
+    for row in rows:
+        row["prompt"].insert(0, {"role": "system", "content": "You are helpful."})
+    (tmp_path / "prose.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit, match=r"^error: output=.*no row is left, and report\.json there says why"):
+        prepare("--file", tmp_path / "prose.jsonl")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["counts"]["gold answer cannot be parsed"] == 2
+
+
 def test_the_script_reads_other_columns(prepare, tmp_path, tokenizer):
     """GSM8K's rows, chat messages with nested answers, and rows that say how an answer is graded."""
     rows = [{"question": f"How many is {n} and {n}?", "solution": f"{n}+{n}\n#### {1000 * n:,}"} for n in (1, 2)]

@@ -174,6 +174,13 @@ def test_a_reward_of_ones_own_gets_answers_that_no_grader_reads(tokenizer, tmp_p
     )
     own = DataArguments(dataset_name=str(path), rewards=["my_rewards.names"])
     assert load_data(own, tokenizer, 0, 0)[0]["answer"][:] == ["dog", "cat"]
+    for given in ([True, False], [3, 4], ["1 #### 7", ""], [["Paris", "paris"], []]):
+        rows = [{"question": "?", "reply": {"of": each}, "prompts": 1, "completions": 2} for each in given]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        columns = {"prompt_column": "question", "answer_column": "reply.of"}
+        found = load_data(replace(own, **columns), tokenizer, 0, 0)[0]
+        assert found["answer"][:] == given
+        assert not {"prompts", "completions"} & {*found.column_names}  # which are TRL's own arguments of a reward
     # A reward may read other columns, and no answer at all.
     path.write_text(json.dumps({"prompt": "2+3?", "total": 5}) + "\n")
     assert load_data(own, tokenizer, 0, 0)[0][0] == {
@@ -184,3 +191,6 @@ def test_a_reward_of_ones_own_gets_answers_that_no_grader_reads(tokenizer, tmp_p
     path.write_text("".join(json.dumps({"prompt": "?", "answer": kind}) + "\n" for kind in ("dog", "cat")))
     with pytest.raises(ValueError, match="2 without a gold answer that can be parsed"):
         load_data(replace(own, rewards=["my_rewards.names", "math"]), tokenizer, 0, 0)
+    path.write_text(json.dumps({"prompt": "2+3?", "answer": 5, "unit": 3}) + "\n")  # a chapter
+    with pytest.raises(ValueError, match="unit=3 is no str: rename a column of this name"):
+        load_data(DataArguments(dataset_name=str(path)), tokenizer, 0, 0)

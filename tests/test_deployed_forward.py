@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, GraniteConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from dc_trl.data.arithmetic import arithmetic_dataset
@@ -97,10 +97,23 @@ def test_keys_and_values_are_cut_to_the_nearest_number_of_e4m3_towards_zero():
     assert torch.equal(attention.in_fp8_cache(values).float(), expected)
 
 
-def test_an_attention_that_cannot_read_from_an_fp8_cache_is_refused():
-    eager = AutoModelForCausalLM.from_pretrained(TINY_MODEL, attn_implementation="eager")
-    with pytest.raises(ValueError, match=r"attn_implementation='eager'.*'sdpa'"):
-        DeployedForward(eager, "fp8+fp8_kv", replicas_attention=False)
+@pytest.mark.parametrize("name", ["eager", "flash_attention_2"])
+def test_an_attention_that_cannot_read_from_an_fp8_cache_is_refused(name):
+    with pytest.raises(ValueError, match=rf"attn_implementation='{name}'.*'sdpa'"):
+        attention.with_fp8_cache(name)
+
+
+def test_scaled_sums_of_a_residual_stream_are_left_to_the_model():
+    """Granite adds 0.22 times what a layer gives. What a norm reads must not be the plain sum."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    torch.manual_seed(0)
+    config = GraniteConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, residual_multiplier=0.22)
+    model = AutoModelForCausalLM.from_config(config)  # in float32, where nothing is rounded
+    ids = torch.arange(2, 26).view(2, 12)
+    with torch.no_grad():
+        before = model(ids).logits
+        round_as_vllm(model)
+        torch.testing.assert_close(model(ids).logits, before)
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "fp8+fp8_kv"])
@@ -244,11 +257,16 @@ LORA = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "down_p
 
 @pytest.mark.parametrize(
     ("scheme", "options"),
-    [("int4", {"modules_to_save": ["o_proj", "norm"]}), ("fp8", {"target_modules": "all-linear"})],
+    [
+        ("int4", {"modules_to_save": ["o_proj", "norm"]}),
+        ("fp8", {"target_modules": "all-linear"}),
+        ("fp8", {"base": torch.bfloat16}),
+    ],
 )
 def test_adapters_are_merged(scheme, options):
     torch.manual_seed(0)
-    base = make_model(128)
+    options = dict(options)
+    base = make_model(128).to(options.pop("base", torch.float32))
     add_fused_lm_head(base)
     policy = get_peft_model(base, LoraConfig(**LORA | options))
     samples = sampled(policy, scheme, PROMPTS * 8, new_tokens=12)

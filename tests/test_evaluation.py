@@ -148,6 +148,12 @@ def test_an_evaluation_against_rewards_counted_by_hand(replica, tokenizer, tmp_p
     assert result.mean_tokens == sum(row["tokens"] for row in rows.values()) / 120
     assert evaluation.average == result.avg
     assert Evaluation.load(tmp_path / RESULTS_FILE) == evaluation
+    # Why grading failed is stored with a sample, and counted again when nothing is left to sample.
+    assert evaluation.grading_failures == {}
+    path = tmp_path / "arithmetic" / "samples.jsonl"
+    path.write_text(path.read_text().replace('"failure": null', '"failure": "time"', 2))
+    again = run(ReplicaEngine(replica, tokenizer), tmp_path, [benchmark])
+    assert again.grading_failures == {"time": 2}
 
 
 @pytest.mark.parametrize(
@@ -255,6 +261,7 @@ def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path
     weights = json.loads((tmp_path / "fp8" / RESULTS_FILE).read_text())["settings"]["weights"]
     assert weights == {
         "url": fp8_server.url,
+        "files": fingerprint(EvaluatedModel(MODEL, "main", None, None)),
         "name": str(TINY_MODEL),
         "root": str(root),
         "weight_version": "run-7",

@@ -181,6 +181,10 @@ def test_a_plain_trainer_pushes_what_there_is(hub, tmp_path):
     trainer.push_to_hub()
     assert set(hub.files[f"{USER}/run"]) == MODEL | TOKENIZER | {"README.md"}
     assert not (folder / "deployment").exists()
+    # A checkpoint that stays here is not said to be there.
+    trainer.save_deployment(folder / "deployment")
+    trainer.push_to_hub()
+    assert "vllm serve" not in hub.files[f"{USER}/run"]["README.md"].decode()
     # Weights that an earlier model left there would be loaded in place of this one's shards.
     (folder / "model.safetensors").unlink()
     trainer.model.save_pretrained(folder, max_shard_size="1MB")

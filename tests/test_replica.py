@@ -485,12 +485,16 @@ def test_attention_rounds_the_weights_that_vllm_rounds(in_tiles, width, monkeypa
     """Beside one query after the other by hand: with AMX vLLM rounds exp(score - largest) for the product alone."""
     monkeypatch.setattr(attention, "_HAS_TILES", in_tiles)
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 5, width).bfloat16().requires_grad_() for heads in (4, 2, 2))
+    # Values are narrower than keys, as in DeepSeek's latent attention.
+    query, key, value = (
+        torch.randn(2, *shape).bfloat16().requires_grad_()
+        for shape in ((4, 5, width), (2, 5, width), (2, 5, width // 2))
+    )
     mask = torch.full((5, 5), -torch.inf).triu(1).expand(2, 1, 5, 5)
-    upstream = torch.randn(2, 5, 4, width)
+    upstream = torch.randn(2, 5, 4, width // 2)
     output, _ = attention.grouped_attention(nn.Module(), query, key, value, mask, scaling=2.0)
     output.backward(upstream.bfloat16())
-    expected, by_query = torch.empty(2, 5, 4, width), torch.empty(query.shape)
+    expected, by_query = torch.empty(upstream.shape), torch.empty(query.shape)
     for batch, head, place in itertools.product(range(2), range(4), range(5)):
         keys, values = (x.detach()[batch, head // 2, : place + 1].double() for x in (key, value))
         scores = 2.0 * keys @ query.detach()[batch, head, place].double()

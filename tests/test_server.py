@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl.generation.vllm_client import VLLMClient
 
 from dc_trl.serving.client import ServerClient
@@ -138,6 +138,7 @@ def occupied():
     ("options", "words"),
     [
         ({"--model": "/no/such/model"}, ["model='/no/such/model' does not exist"]),
+        ({"--model": "QUANTIZED", "--scheme": "fp8"}, ["scheme='fp8'", "QUANTIZED is quantized already"]),
         ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "Address already in use", "choose another port"]),
         ({"--host": "192.0.2.1"}, ["host='192.0.2.1'", "Cannot assign requested address"]),
         ({"--": "--host=0.0.0.0"}, ["--host=0.0.0.0 among the further options", "set host and port themselves"]),
@@ -145,8 +146,11 @@ def occupied():
 )
 def test_what_cannot_start_is_refused_before_vllm_is_started(options, words, occupied, tmp_path, monkeypatch, capsys):
     script = program("serve")
+    quantized = AutoConfig.from_pretrained(TINY_MODEL, quantization_config={"quant_method": "compressed-tensors"})
+    quantized.save_pretrained(tmp_path / "QUANTIZED")
     given = {"--model": str(TINY_MODEL), "--port": "0", "--log": str(tmp_path / "log")} | options
-    arguments = [word.replace("OCCUPIED", str(occupied)) for option in given.items() for word in option]
+    places = {"OCCUPIED": str(occupied), "QUANTIZED": str(tmp_path / "QUANTIZED")}
+    arguments = [places.get(word, word) for option in given.items() for word in option]
     monkeypatch.setattr(sys, "argv", ["serve.py", *arguments])
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(signal, "signal", lambda *_: None)

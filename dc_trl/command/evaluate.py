@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..data.benchmarks import BENCHMARKS
+from ..data.benchmarks import BENCHMARKS, parse_benchmark
 from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
 from ..evaluation.results import Evaluation, print_comparison, print_evaluations
@@ -94,8 +94,9 @@ def run(args: argparse.Namespace) -> None:
     config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
     model = EvaluatedModel(args.model, args.revision, config, tokenizer)
     engines = choose_engines(model, args.engine, args.scheme)
-    words = dict.fromkeys(word for each in args.benchmarks for word in (ALL if each == "all" else [each]))
-    benchmarks = [Benchmark.load(word, samples=args.samples, limit=args.limit) for word in words]
+    words = [word for each in args.benchmarks for word in (ALL if each == "all" else [each])]
+    named = {parse_benchmark(word)[0]: word for word in words}  # the last word about a benchmark counts
+    benchmarks = [Benchmark.load(word, samples=args.samples, limit=args.limit) for word in named.values()]
     output: Path = args.output or Path("runs", "evaluation")
     output.mkdir(parents=True, exist_ok=True)
     prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, args.chat_template_kwargs).values()]

@@ -54,5 +54,7 @@ def main(words: Sequence[str] | None = None) -> None:
         content: dict[str, Any] = {"sources": sources, "counts": count_reasons(dropped)}
         content |= {"rows": len(rows), "kept": len(kept), "dropped": dropped}
         write_text(output / REPORT_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    print_cleaning(len(rows), dropped)
+        print_cleaning(len(rows), dropped)
+        if not kept:
+            raise ValueError(f"output={str(output)!r}: no row is left, and {REPORT_FILE} there says why.")
     print(f"{TRAIN_FILE} and {REPORT_FILE} are in {output}")

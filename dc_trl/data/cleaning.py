@@ -80,7 +80,8 @@ def clean(rows: Dataset, benchmarks: Mapping[str, Dataset] | None = None) -> tup
             dropped[number] = "duplicate", first[key]
     kept = [row for number, row in left.items() if number not in dropped]
     reasons = [{"id": rows[n]["id"], "reason": reason, "detail": why} for n, (reason, why) in sorted(dropped.items())]
-    return Dataset.from_list(kept, features=FEATURES), reasons
+    columns = {name: [row[name] for row in kept] for name in FEATURES}  # from_list takes no empty list
+    return Dataset.from_dict(columns, features=FEATURES), reasons
 
 
 def _fault(problem: str, answer: str) -> tuple[str, str] | None:

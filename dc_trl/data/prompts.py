@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from pyarrow import ArrowException
 from transformers import PreTrainedTokenizerBase
 
 from ..files import read_text
-from ..grading import gold_answer, is_gradable
+from ..grading import GRADING_COLUMNS, Gold, gold_answer, is_gradable
 from ..settings.paths import READERS, is_data_file, require_data_file
 
 
@@ -19,6 +21,8 @@ from ..settings.paths import READERS, is_data_file, require_data_file
 BOXED_INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 
 Prompt = str | list[dict[str, str]]
+
+_NOT_PASSED_ON = {"prompt", "answer", "image", "images", "prompts", "completions"}
 
 
 def load_rows(
@@ -92,13 +96,16 @@ def load_prompts(
     """
     counts = Counter(rows=len(rows), kept=0)
     # TRL would give images to the model, and everything else goes to the reward functions.
-    others = [name for name in rows.column_names if name not in ("prompt", "answer", "image", "images")]
-    has_answer = graded or answer_column.split(".")[0] in rows.column_names
+    # By the names of TRL's own arguments it could not give them a column.
+    others = [name for name in rows.column_names if name not in _NOT_PASSED_ON]
+    as_it_is = not graded and answer_column.split(".")[0] in rows.column_names
     kept: list[dict[str, Any]] = []
     for row in rows:
         given = nested(row, prompt_column, "prompt_column")
         question = text_of_prompt(given)
-        answer = gold_answer(nested(row, answer_column, "answer_column")) if has_answer else None
+        answer = nested(row, answer_column, "answer_column") if graded or as_it_is else None
+        answer = gold_answer(answer) if graded else answer
+        compared = {name: row[name] for name in GRADING_COLUMNS if graded and row.get(name) is not None}
         earlier, prompt = earlier_messages(given), make_prompt(question, tokenizer, instruction)
         if earlier and isinstance(prompt, str):
             raise ValueError(
@@ -108,7 +115,7 @@ def load_prompts(
         prompt = [*earlier, *prompt] if earlier else prompt
         if not question:
             counts["without prompt"] += 1
-        elif graded and (answer is None or not is_gradable(answer)):
+        elif graded and not is_gradable(Gold(answer or "", **compared)):
             counts["without a gold answer that can be parsed"] += 1
         elif max_prompt_length is not None and prompt_length(prompt, tokenizer) > max_prompt_length:
             counts[f"with a prompt of more than {max_prompt_length} tokens"] += 1
@@ -123,7 +130,7 @@ def load_prompts(
     message = {"role": Value("string"), "content": Value("string")}
     features = {
         "prompt": Value("string") if tokenizer.chat_template is None else [message],
-        "answer": Value("string"),
+        "answer": reduce(getitem, answer_column.split("."), rows.features) if as_it_is else Value("string"),
         **{name: rows.features[name] for name in others},  # a column of nulls would lose its type
     }
     return Dataset.from_list(kept, features=Features(features)), dict(counts)

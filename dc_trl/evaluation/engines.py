@@ -87,7 +87,8 @@ def start_engine(
         require_served(engine.name, running.disclosed, model.name, engine.scheme)
         say(f"{engine.name} holds {running.disclosed}, taken for {model.name} in {engine.scheme}")
         weights = ("name", "root", "weight_version", "revision", "quantization")
-        yield running, {"url": engine.name, **{each: getattr(running.disclosed, each) for each in weights}}
+        told = {each: getattr(running.disclosed, each) for each in weights}
+        yield running, {"url": engine.name, "files": fingerprint(model), **told}
     elif engine.kind == "replica":
         policy = AutoModelForCausalLM.from_pretrained(model.name, revision=model.revision, dtype="auto")
         policy.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -124,7 +125,7 @@ def require_served(url: str, disclosed: Disclosed, model: str, scheme: str | Non
 def fingerprint(model: EvaluatedModel) -> str:
     """Return what identifies the weights of a model: size and time of its files, or its commit on the Hub."""
     if Path(model.name).is_dir():
-        files = sorted(Path(model.name).glob("*.safetensors"))
+        files = sorted(path for kind in ("safetensors", "bin") for path in Path(model.name).glob(f"*.{kind}"))
         return ", ".join(f"{file.name}: {file.stat().st_size} bytes, {file.stat().st_mtime_ns}" for file in files)
     cached = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
     return Path(cached).parent.name if isinstance(cached, str) else model.revision

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -131,8 +132,8 @@ def evaluate(
         of = [golds[name][problem] for name, problem, _, _ in asked]
         verdicts = grader.grade([completion.text for _, completion in finished], of)
         for (name, problem, number, request), (_, completion), verdict in zip(asked, finished, verdicts, strict=True):
-            answer = Sample(problem, number, request.seed, *completion, verdict.answer, verdict.correct)
-            stores[name].add(answer)
+            own = verdict.answer, verdict.correct, verdict.failure
+            stores[name].add(Sample(problem, number, request.seed, *completion, *own))
         finished.clear()
 
     bar = tqdm(total=len(missing), unit="sample", desc=f"{model} {scheme}", disable=not progress)
@@ -150,7 +151,9 @@ def evaluate(
         for each in benchmarks
     }
     average = macro_estimate([list(result.per_problem.values()) for result in results.values()])
-    evaluation = Evaluation(model, scheme, record, results, average, dict(grader.failures))
+    stored = [(each.samples, sample) for each in benchmarks for sample in stores[each.name].samples.values()]
+    failures = Counter(answer.failure for k, answer in stored if answer.failure is not None and answer.sample < k)
+    evaluation = Evaluation(model, scheme, record, results, average, dict(failures))
     evaluation.save(output_dir / RESULTS_FILE)
     return evaluation
 

@@ -41,7 +41,7 @@ class Evaluation:
     """Results of one model in one deployment scheme, and the `settings` that they depend on.
 
     `grading_failures` counts the answers that count as wrong because grading them failed, by reason (the keys of
-    `Grader.failures`), in the run that wrote the results.
+    `Grader.failures`).
     """
 
     model: str

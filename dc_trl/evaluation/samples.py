@@ -23,6 +23,7 @@ class Sample(NamedTuple):
     truncated: bool
     answer: str | None  # canonical form of the boxed answer; None: there is none
     correct: bool | None  # None: the gold answer cannot be graded
+    failure: str | None = None  # why grading failed
 
 
 class SampleStore:

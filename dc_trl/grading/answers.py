@@ -16,6 +16,10 @@ from .text import clean, extract_answer, gold_answer, is_balanced, is_reasonable
 logger = logging.getLogger("dc_trl.grading")
 
 
+_TYPES: dict[str, tuple[type, ...]] = {"multiple_answers": (bool,), "unit": (str, type(None))}
+_TYPES |= {"relative_tolerance": (float, int), "absolute_tolerance": (float, int)}
+
+
 @dataclass(frozen=True)
 class Gold:
     r"""The right answer, and how closely an answer has to meet it.
@@ -28,7 +32,7 @@ class Gold:
         absolute_tolerance: largest |answer − gold| of a number, ≥ 0. The larger of the two tolerances counts.
 
     Raises:
-        ValueError: a tolerance is negative or not a number.
+        ValueError: a field has a value of another type, or a tolerance is negative or not a number.
     """
 
     answer: str
@@ -38,6 +42,12 @@ class Gold:
     absolute_tolerance: float = 0.0
 
     def __post_init__(self) -> None:
+        for field, kinds in _TYPES.items():
+            if not isinstance(value := self.__dict__[field], kinds):
+                raise ValueError(
+                    f"{field}={value!r} is no {kinds[0].__name__}: rename a column of this name that does not say how "
+                    "an answer is compared."
+                )
         for field in ("relative_tolerance", "absolute_tolerance"):
             if not 0 <= (value := self.__dict__[field]) < float("inf"):
                 raise ValueError(f"{field}={value} is no tolerance: use a finite number of at least 0.")
@@ -59,10 +69,12 @@ class Verdict(NamedTuple):
         correct: None where the gold answer cannot be graded.
         answer: the boxed answer in one spelling, so that equal answers vote together; None without a box. All correct
             answers have that of the gold.
+        failure: why grading failed, a key of `Grader.failures`; None where it did not.
     """
 
     correct: bool | None
     answer: str | None
+    failure: str | None = None
 
     def __bool__(self) -> bool:
         return self.correct is True
@@ -122,7 +134,9 @@ def try_to_grade(answer: str | None, gold: Gold) -> Verdict | str:
         raise
     except Exception as error:  # what SymPy raises on mathematics without meaning is no closed list
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return Verdict(correct, _canonical(own if correct else cleaned))
+    spelled = _canonical(own if correct else cleaned)
+    # A wrong answer may have the gold's value, in another unit or as `10^8`, and still votes for itself.
+    return Verdict(correct, squash(cleaned) if not correct and spelled == _canonical(own) else spelled)
 
 
 @lru_cache(maxsize=256)

@@ -149,4 +149,4 @@ class Grader:
         level = logging.WARNING if self.failures[kind] == 1 else logging.DEBUG
         message = "Grading %.80r against %.80r failed (%s). The answer counts as wrong, and in `Grader.failures`."
         logger.log(level, message, job[0], job[1].answer, reason)
-        return Verdict(False, squash(job[0]))
+        return Verdict(False, squash(job[0]), kind)

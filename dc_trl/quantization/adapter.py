@@ -77,6 +77,8 @@ def require_adapter_beside(policy: PreTrainedModel | PeftModel | str) -> int:
         plain = isinstance(module, LoraLayer) and isinstance(adapted.get_base_layer(), nn.Linear)
         if not plain or isinstance(module, ParamWrapper) or module is base.get_output_embeddings():
             raise refuse(f"peft_config adapts {name!r}", "adapt linear layers of the decoder by LoRA alone")
+        if name.endswith("kv_b_proj"):  # which vLLM's attention reads once, when it loads the base
+            raise refuse(f"peft_config adapts {name!r}", "leave kv_b_proj out (exclude_modules)")
         if any((*adapted.lora_variant.values(), *adapted.lora_bias.values())):
             raise refuse(f"peft_config adapts {name!r} by more than s·B·A", "leave use_dora and lora_bias out")
         if name_of_adapter in adapted.lora_A:

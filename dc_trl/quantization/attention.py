@@ -48,7 +48,7 @@ def grouped_attention(
     Args:
         module: attention layer; it is not used.
         query: shape (batch, heads, queries, width).
-        key, value: shape (batch, groups, keys, width), where ``groups`` divides ``heads``.
+        key, value: shape (batch, groups, keys, width), where ``groups`` divides ``heads``; values may be narrower.
         attention_mask: mask that is added to the scores, shape (batch, 1, queries, keys).
         scaling: factor of the scores.
         softcap: bound of the scores by a tanh (Gemma 2).
@@ -62,7 +62,7 @@ def grouped_attention(
     sequences_at_a_time = max(1, min(_BLOCK // (heads * queries), _CONVERTED // (2 * groups * width)) // keys)
     queries_at_a_time = max(1, _BLOCK // (heads * keys))
     in_tiles = _HAS_TILES and query.dtype == torch.bfloat16 and width % _TILE_WIDTH == 0
-    output = query.new_empty(batch, queries, heads, width)
+    output = query.new_empty(batch, queries, heads, value.shape[-1])
     for first in range(0, batch, sequences_at_a_time):
         b = slice(first, first + sequences_at_a_time)
         k, v = key[b].double().transpose(2, 3), value[b].double()
@@ -83,7 +83,8 @@ def grouped_attention(
             else:
                 weights, total = scores.softmax(-1), scores.new_ones(())
             weights = weights[..., :keys].reshape(len(q), groups, -1, keys)
-            output[b, start : start + queries_at_a_time] = ((weights @ v).view(q.shape) / total).transpose(1, 2)
+            attended = (weights @ v).view(*q.shape[:3], -1) / total
+            output[b, start : start + queries_at_a_time] = attended.transpose(1, 2)
     return output, None
 
 
@@ -98,9 +99,9 @@ def with_fp8_cache(name: str) -> str:
         name: the attention that it calls, by the name that transformers knows it by.
 
     Raises:
-        ValueError: transformers has no function of this name, as for "eager".
+        ValueError: transformers has no function of this name, as for "eager", or it is one of FlashAttention.
     """
-    if name not in ALL_ATTENTION_FUNCTIONS:
+    if name not in ALL_ATTENTION_FUNCTIONS or "flash" in name:  # FlashAttention's kernels are found by their names
         raise ValueError(
             f"attn_implementation={name!r} does not let its keys and values be rounded to a KV cache in FP8: load the "
             "model with attn_implementation='sdpa', or set a deployment_scheme without '+fp8_kv'."

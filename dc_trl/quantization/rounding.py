@@ -38,14 +38,18 @@ def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: T
     """
     ends = []
     for name, layers in model.named_modules():
-        if isinstance(layers, nn.ModuleList) and all(
-            dict(layer.named_children()).keys() == _LAYER for layer in layers
-        ):
+        if isinstance(layers, nn.ModuleList) and all(map(_adds_plainly, layers)):
             ends += _fuse_norms(model.get_submodule(name.rpartition(".")[0]), layers, active)
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.register_forward_hook(partial(_with_late_rounding, active))
     return ends
+
+
+def _adds_plainly(layer: nn.Module) -> bool:
+    # Granite, MiniMax and others scale the residual stream or what is added to it, by numbers or own parameters.
+    scales = any(isinstance(value, float) for value in vars(layer).values()) or bool(layer._parameters)
+    return dict(layer.named_children()).keys() == _LAYER and not scales
 
 
 class _Residual:

@@ -1,7 +1,10 @@
 """Iterate over the policy's tensors, with shards gathered and adapters merged, by the base architecture's names."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator
+from functools import reduce
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -16,11 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from .policy import require_shared_embeddings, unwrapped
+from .policy import base_model, require_shared_embeddings, unwrapped
 
 
 # Names of the classes in which bitsandbytes packs several numbers into one; it need not be installed.
 _PACKED = ("Params4bit", "Int8Params")
+_WRAPPERS = r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\."  # parts of names that FSDP and PEFT add
 
 
 def deployed_tensors(
@@ -49,7 +53,9 @@ def deployed_tensors(
             "Set use_vllm=True, or launch with FSDP2 and train all weights, or launch without sharding."
         )
     require_shared_embeddings(policy)
-    return gathered_by_trl()
+    # TRL gathers parameters alone, and a buffer, such as the bias that chooses DeepSeek's experts, is not sharded.
+    buffers = base_model(policy).named_buffers()
+    return chain(gathered_by_trl(), ((re.sub(_WRAPPERS, "", name), buffer) for name, buffer in buffers))
 
 
 def _needs_trl(accelerator: Accelerator, policy: nn.Module) -> bool:
@@ -161,6 +167,8 @@ def _merged_tensors(module: nn.Module, prefix: str, adapters: bool) -> Iterator[
         # cannot be.
         memo = {id(module.kwargs): module.kwargs} if isinstance(module, LoraLayer) else {}
         module = copy.deepcopy(module, memo)
+        # A sum in bfloat16 would be rounded once more before it is quantized.
+        module.to(reduce(torch.promote_types, (parameter.dtype for parameter in module.parameters())))
         while isinstance(module, BaseTunerLayer):  # PEFT nests the adapters of several parameters of fused experts
             module.merge()
             module = module.base_layer

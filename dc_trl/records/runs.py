@@ -73,8 +73,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether training came to its end at the last step: the trainer then logs how long it took."""
-        ends = [row["step"] for row in self.history if "train_runtime" in row]
-        return self.steps in (self.summary.get("steps"), *ends)
+        return bool(self.summary) or any("train_runtime" in row for row in self.history if row["step"] == self.steps)
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
@@ -105,11 +104,14 @@ def read_run(directory: str | PathLike[str]) -> Run:
     if not history:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
     set_by_user = read_object(settings) if settings.is_file() else {}
-    return Run(folder.resolve().name, history, set_by_user, read_summary(folder))
+    summary = read_summary(folder)
+    # The summary of a run that goes on is that of its first part.
+    ended = summary.get("steps") == max(row["step"] for row in history)
+    return Run(folder.resolve().name, history, set_by_user, summary if ended else {})
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Read what a finished run wrote about itself; {} where there is no such file."""
+    """Read what a run wrote about itself at its end; {} where there is no such file."""
     path = folder / SUMMARY_FILE
     return read_object(path) if path.is_file() else {}
 

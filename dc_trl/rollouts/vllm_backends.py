@@ -1,6 +1,7 @@
 """TRL's vLLM engines, with weights that arrive as the deployable checkpoint and with recovery from faults."""
 
 import math
+import os
 import shutil
 import socket
 import time
@@ -17,7 +18,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import PretrainedConfig
-from trl.generation.vllm_generation import VLLMGeneration
+from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..files import locked_folder
 from ..quantization.adapter import require_adapter_beside, write_adapter
@@ -30,7 +31,7 @@ from ..serving.errors import ServerError
 from ..serving.fit import require_shared_directory
 from ..serving.pool import ServerPool, meet_servers
 from ..serving.router import RoutedServers, require_listed
-from ..serving.server import vllm_version
+from ..serving.server import BLOCK_SCALES, vllm_version
 from .neutral_sampling import TRUNCATIONS, truncations
 from .truncation import named_by_vllm
 
@@ -313,6 +314,7 @@ class ColocateGeneration(_DeployedGeneration):
             from ..serving.cpu_reload import CPUReloadExtension  # it imports vLLM, which is known to be installed here
 
             self._reload = CPUReloadExtension.reload_checkpoint
+        os.environ.update(BLOCK_SCALES | os.environ)
         try:
             super()._init_vllm()
         finally:
@@ -326,6 +328,7 @@ class ColocateGeneration(_DeployedGeneration):
     def sync_weights(self) -> None:
         """Load the policy's present weights into the engine."""
         if self.enable_sleep_mode:
+            empty_cache()  # as TRL does: the engine needs the memory of activations that are no longer in use
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         self._write_checkpoint()

@@ -40,6 +40,11 @@ _OPTIONS = [
 # On a CPU compiling takes minutes, and the engine's own reload leaves packed weights behind. A prompt that is read in
 # chunks ends the engine if its request has a seed (vLLM 0.31: "CPU Generator does not use offset").
 _CPU_OPTIONS = ["--enforce-eager", "--no-enable-chunked-prefill", "--worker-extension-cls", CPU_EXTENSION]
+# Scales of blocks as they are in the checkpoint: DeepGEMM's kernels on Hopper and Blackwell would round them up to
+# powers of two, and requantize the weights.
+BLOCK_SCALES = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+# What torchrun tells the processes of a run, which vLLM would take for its own.
+_LAUNCHER = ("TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_")
 _GPU_OPTIONS = ["--weight-transfer-config", '{"backend": "nccl"}']  # for TRL's stream
 
 
@@ -133,9 +138,7 @@ class VLLMServer:
         self._report = report
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._log_begin = 0  # start of the present server's output in the log file
-        # The endpoints that take new weights; and scales of blocks as they are in the checkpoint, which DeepGEMM's
-        # kernels on Hopper and Blackwell would round up to powers of two, requantizing the weights.
-        self.environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
+        self.environment = {"VLLM_SERVER_DEV_MODE": "1"} | BLOCK_SCALES  # with the endpoints that take new weights
         if on_cpu:
             self.environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER:
@@ -181,10 +184,11 @@ class VLLMServer:
             )
         self._report(f"starting {self.command}\n(log: {self.log_path})")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
         with open_in_place(self.log_path, os.O_WRONLY | os.O_APPEND) as log:
             self._log_begin = log.seek(0, os.SEEK_END)
             self._watchdog = start_watchdog(
-                str(_GRACE), *command, env=os.environ | self.environment, stdout=log, stderr=subprocess.STDOUT
+                str(_GRACE), *command, env=inherited | self.environment, stdout=log, stderr=subprocess.STDOUT
             )
         begin = reported = time.monotonic()
         connection = Connection(self.url)
@@ -276,8 +280,10 @@ def serve(
         options = [*cache_options(scheme), *options]
         # All errors in the arguments are raised before the model is loaded.
         server = VLLMServer(served, name=model, report=report, options=options, **kwargs)
-        load_config(model, "model", revision=revision)
+        config = load_config(model, "model", revision=revision)
         if scheme != "bf16":
+            if hasattr(config, "quantization_config"):
+                raise ValueError(f"scheme={scheme!r}: {model} is quantized already: serve it as it is, with 'bf16'.")
             size = write_deployable(model, scheme, served, revision=revision)
             report(f"{model} in {scheme}: {size / 2**20:,.1f} MiB in {served}")
         with server:

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from ..config import DCGRPOConfig
 from ..files import append_text, read_text, set_aside, write_text
 from ..quantization.policy import base_model
-from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, read_history
+from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE, read_history
 from ..records.settings import changed_settings, json_value
 
 
@@ -32,9 +32,8 @@ class HistoryCallback(TrainerCallback):
     An evaluation before training is not kept.
 
     A resumed run continues the history from its checkpoint. A new run in the same directory renames the old files to
-    `history.1.jsonl`, `settings.1.json`, `run.1.png` and so on, and the old `deployment/` to `deployment.1/` if it
-    will export its own; the files of one run get the same number. A run that is resumed with other settings renames
-    the old ones.
+    `history.1.jsonl`, `settings.1.json`, `run.1.png`, `deployment.1/` and so on; the files of one run get the same
+    number. A run that is resumed with other settings renames the old ones.
 
     Args:
         settings (`Mapping[str, Any]`, *optional*): further settings of the run for `settings.json`, such as its data
@@ -56,9 +55,7 @@ class HistoryCallback(TrainerCallback):
                 rows = [row for row in read_history(self._history) if row["step"] <= state.global_step]
                 write_text(self._history, "".join(f"{json.dumps(row)}\n" for row in rows))
         else:
-            names = [HISTORY_FILE, SETTINGS_FILE, FIGURE_FILE]
-            if isinstance(args, DCGRPOConfig) and args.exports_deployment:
-                names.append(DEPLOYMENT_FOLDER)
+            names = [HISTORY_FILE, SETTINGS_FILE, FIGURE_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER]
             for file, kept in set_aside(self._history.with_name(name) for name in names).items():
                 logger.warning(f"{file} belongs to an earlier run and is kept as {kept.name}.")
         found = dict(self._settings)
