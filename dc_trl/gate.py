@@ -1,8 +1,7 @@
 """Checks before the first step, so that no run trains nothing or fails in the middle of its work.
 
 The trainers' constructors make these checks, and `dc-trl train` makes the first of them before it starts a server, so
-that Python and the command refuse with the same messages. `grading.checked_reward` checks the results of reward
-functions.
+that Python and the command refuse with the same messages. `grading.checked_reward` checks what rewards return.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 This value goes from the trainer's hook through the form of the constraint, the correction and the statistics.
 Throughout, ``B`` is the number of trajectories and ``T`` the padded completion length. A token is *scored* when it
-enters the loss and both log-probabilities are finite; the values at all other positions, padding and NaN included, are
-ignored.
+enters the loss and both log-probabilities are finite; all other values, padding and NaN included, are ignored.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ class SampledTokens(NamedTuple):
     """Sampled tokens under both engines.
 
     Args:
-        train_logps: log π_train(y_t) after temperature, shape (B, T), nats, floating point. It has a gradient where it
-            comes from the loss's own forward; the functions here detach it.
+        train_logps: log π_train(y_t) after temperature, shape (B, T), nats, floating point. In the trainers it has no
+            gradient; the functions here detach it.
         infer_logps: log π_inf(y_t) of the same tokens after temperature, shape (B, T), nats.
         scored: which tokens count, boolean, shape (B, T).
         advantages: Â of each trajectory, shape (B,), or of each token, shape (B, T).

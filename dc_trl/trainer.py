@@ -7,12 +7,12 @@ generation batch, one step of dual ascent. Sampling is in `trainers/sampling.py`
 When TRL has computed `old_per_token_logps` (the weights change within a generation batch), these are log π_train at
 the weights from before the first step on the batch, and the advantages (B,) are at once replaced by penalised ones of
 tokens, (B, T). When it has not, the weights stay the same until the batch is used up, and the loss's own forward gives
-the same numbers: the advantages are replaced between that forward and their first use. In both cases there is no
-additional forward pass.
+the same numbers: the advantages are replaced between that forward and their first use. Neither takes a forward more.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -91,8 +91,7 @@ class DCGRPOTrainer(RunTrainer):
         lagrange_multiplier (`LagrangeMultiplier`): λ; constant with `constraint="static"`.
         form (`Form` or `None`): how λ enters the objective, see `dc_trl.constraint.forms`; with `None`, the
             discrepancy is only measured.
-        correction (`Correction` or `None`): how rollouts are corrected, see `dc_trl.constraint.corrections`; with
-            `None`, they are not.
+        correction (`Correction` or `None`): how rollouts are corrected, see `dc_trl.constraint.corrections`.
         replica (`Replica` or `None`): in-process engine that samples, if `deployment_scheme` is set without vLLM.
 
     Raises:
@@ -241,9 +240,7 @@ class DCGRPOTrainer(RunTrainer):
         if warning is not None:
             logger.warning(warning)
         if not measured and self.rollout_func is not None:
-            logger.warning(
-                "The mismatch is not measured: rollout_func returns no logprobs. Return them beside the ids."
-            )
+            logger.warning("The mismatch is not measured: rollout_func returns no logprobs. Return them too.")
 
     def _drop_groups(self, batch: dict[str, Any], rewards: Tensor) -> None:
         """Mask the completions whose group has one reward; `rewards` are those of all processes."""
@@ -267,7 +264,8 @@ class DCGRPOTrainer(RunTrainer):
         args, penalty, weights = self.args, None, None
         self._counts_truncation = self.truncates and "kept_counts" not in batch
         infer_logps = batch.get("kept_logps", batch["sampling_per_token_logps"])
-        tokens = SampledTokens.of(train_logps, infer_logps, loss_mask(batch), batch["advantages"], deployed_logps)
+        logps = train_logps.detach()  # a gradient would go through a user's form or correction into the loss
+        tokens = SampledTokens.of(logps, infer_logps, loss_mask(batch), batch["advantages"], deployed_logps)
         tokens = tokens._replace(age=self.sampler.age)  # a batch is constrained before the next one is sampled
         if self.form is not None:
             penalty = self.form(tokens.of_target(args.constraint_target))
@@ -298,7 +296,11 @@ class DCGRPOTrainer(RunTrainer):
         finally:
             self._loss_inputs = self._centred_weights = None
             self.beta = beta
-        return loss if weight > 0 else loss * 0.0  # nothing is learned from a batch whose completions are all dropped
+        if weight > 0:
+            return loss
+        # Of a batch whose completions are all dropped TRL logs the entropy 0, and nothing is learned from it.
+        self.metrics_since_log(self.mode)["entropy"][-1] = math.nan
+        return loss * 0.0
 
     def score_tokens(self, model, *args, **kwargs):
         outputs = super().score_tokens(model, *args, **kwargs)
@@ -373,16 +375,13 @@ class DCGRPOTrainer(RunTrainer):
             return
         if report.tokens == 0:
             logger.warning(
-                "No token that enters the loss has log-probabilities from both engines: nothing is measured in this "
-                "batch."
+                "No token that enters the loss has log-probabilities from both engines (drop_zero_std_groups may have "
+                "dropped all groups): nothing is measured in this batch."
             )
             return
         mean = report.constrained_discrepancy
         if mean is None:
-            logger.warning(
-                f"rollout_correction={self.args.rollout_correction!r} has masked every token: this batch is skipped, "
-                "λ unchanged."
-            )
+            logger.warning(f"rollout_correction={self.args.rollout_correction!r} masks all tokens: λ stays as it is.")
         multiplier = None if self.form is None else self.lagrange_multiplier
         metrics = batch_metrics(report, multiplier, self._counts_truncation)
         for name, metric in metrics.items():

@@ -54,8 +54,7 @@ class HookedTrainer(GRPOTrainer):
     """TRL's GRPO trainer with a public name for each private hook; see [`DCGRPOTrainer`].
 
     Attributes:
-        parts_clock (`PartsClock`): measures the parts of the time of `train`; a resumed run continues with the seconds
-            of its checkpoint.
+        parts_clock (`PartsClock`): measures the parts of the time of `train`, on from those of a checkpoint.
         training_seconds (`float`): the clock's seconds, without work that was lost when a run was killed.
     """
 

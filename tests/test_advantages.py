@@ -118,6 +118,7 @@ def test_a_batch_of_nothing_else_moves_nothing(tmp_path, tokenizer):
     fields |= {"router_aux_loss_coef": 0.1}
     trainer = train(tmp_path, tokenizer, same, model=make_experts(), drop_zero_std_groups=True, **fields)
     assert logged(trainer, "loss") == [0.0, 0.0]
+    assert logged(trainer, "entropy") == [None, None]  # and not TRL's 0, which would look like a collapse
     assert trainer.lagrange_multiplier.value == 0.1
     for trained, initial in zip(trainer.model.parameters(), make_experts().parameters(), strict=True):
         assert torch.equal(trained, initial)

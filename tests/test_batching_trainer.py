@@ -22,6 +22,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.trainers.batching import LengthAwareBatches
 
 from .helpers import (
     TWO_PROCESSES,
@@ -385,3 +386,23 @@ def test_means_over_tokens_are_those_of_one_micro_batch(tmp_path):
     _, whole = configs(tmp_path, learning_rate=0.0, per_device_train_batch_size=16, gradient_accumulation_steps=1)
     found, expected = train(DCGRPOTrainer, config).trainer, train(GRPOTrainer, whole).trainer
     assert logged(found, "entropy") == pytest.approx(logged(expected, "entropy"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("level", "kept", "weighed"),
+    [
+        ("token", 1.0, {"kl", "cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction"}),
+        ("token", 0.0, {"cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction"}),
+        ("sequence", 1.0, {"kl", "routing/flipped_fraction"}),
+    ],
+)
+def test_what_a_slice_has_logged_is_weighed(level, kept, weighed):
+    """Not its means over trajectories, and not the KL of an earlier slice where TRL has logged none."""
+    names = ("kl", "cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction")
+    metrics = {name: [1.0, 1.0] for name in names}
+    batches = LengthAwareBatches.__new__(LengthAwareBatches)
+    batches._trainer = SimpleNamespace(metrics_since_log=lambda mode: metrics, importance_sampling_level=level)
+    slices = {"token_weights": [3.0, 3.0], "advantages": torch.zeros(2), "kept_weight": torch.tensor(kept)}
+    batches.weigh_means(slices)
+    assert {name for name, values in metrics.items() if values == [1.0, 3.0]} == weighed
+    assert all(values == [1.0, 1.0] for name, values in metrics.items() if name not in weighed)

@@ -253,7 +253,7 @@ def test_script_prints_and_keeps_what_it_measured(script, tmp_path, capsys):
     assert calibration.settings["prompts_from"] == "arithmetic"
     with pytest.raises(SystemExit) as stop:
         script("--engine", "replica:fp8", output=output)
-    assert "holds a calibration already" in stop.value.code
+    assert "holds a calibration: choose another" in stop.value.code
     assert "--overwrite" in stop.value.code
     assert saved(output) == calibration
     script("--engine", "replica:int8", "--overwrite", output=output)

@@ -120,6 +120,10 @@ def test_every_rule_of_what_has_no_effect_applies(tmp_path):
         "train_through_quantization": {"train_through_quantization": True},
         "vllm_importance_sampling_correction": {"vllm_importance_sampling_correction": True},
         "lora_deployment": {"lora_deployment": "adapter"},
+        "use_transformers_continuous_batching": {
+            "use_transformers_continuous_batching": True,
+            "deployment_scheme": "fp8",
+        },
         "weight_sync": {"weight_sync": "checkpoint"},
         "weight_sync_steps": {"weight_sync_steps": 8},
         "vllm_server_base_urls": SEVERAL | {"use_vllm": False},

@@ -320,7 +320,7 @@ def test_a_batch_that_is_masked_whole_teaches_nothing_and_leaves_lambda(tmp_path
     assert not logged(trainer, "discrepancy/mean")
     assert all(mean > 0.5 for mean in logged(trainer, "discrepancy/mean_all"))
     assert logged(trainer, "grad_norm") == [0, 0]
-    assert "masked every token" in caplog.text
+    assert "masks all tokens" in caplog.text
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, tokenizer):

@@ -192,5 +192,5 @@ def test_a_reward_of_ones_own_gets_answers_that_no_grader_reads(tokenizer, tmp_p
     with pytest.raises(ValueError, match="2 without a gold answer that can be parsed"):
         load_data(replace(own, rewards=["my_rewards.names", "math"]), tokenizer, 0, 0)
     path.write_text(json.dumps({"prompt": "2+3?", "answer": 5, "unit": 3}) + "\n")  # a chapter
-    with pytest.raises(ValueError, match="unit=3 is no str: rename a column of this name"):
+    with pytest.raises(ValueError, match="unit=3 is no str: rename a column that is not for it"):
         load_data(DataArguments(dataset_name=str(path)), tokenizer, 0, 0)

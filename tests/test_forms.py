@@ -140,6 +140,7 @@ def test_the_form_of_the_page_trains(own_form, tmp_path, seen_by_the_loss):
     trainer = make_trainer(tmp_path / "run", rollout_func=Rollouts(), **settings)
     trainer.train()
     (inputs,) = seen_by_the_loss
+    assert not inputs["advantages"].requires_grad  # the page's form does not detach what it reads
     train = completion_logps(make_model(), inputs)
     infer = inputs["sampling_per_token_logps"]
     mask = inputs["completion_mask"].bool()

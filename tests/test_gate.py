@@ -265,6 +265,13 @@ def some_frozen():
 LEGAL = {
     "a part is frozen": ({"model": some_frozen}, 1),
     "a new adapter": ({"peft_config": LORA}, 1),
+    "texts to train on and conversations to evaluate": (
+        {
+            "eval_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1=?"}]}] * 4),
+            "processing_class": make_tokenizer(),
+        },
+        None,
+    ),
     "a stream of one batch": ({"rows": stream(of_rows()[:1])}, 1),
     "an environment without rows": (
         {

@@ -130,6 +130,14 @@ def test_the_settings_of_a_run_that_goes_on_are_recorded_and_the_old_ones_kept(t
     assert json.loads((tmp_path / "settings.json").read_text()) == json.loads(before) | other
 
 
+def test_a_reference_model_that_follows_the_policy_is_said_to_begin_anew(tmp_path, caplog):
+    options = {"beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 1, "model": str(helpers.TINY_MODEL)}
+    make_trainer(tmp_path, **options).train()
+    assert "reference model" not in caplog.text
+    make_trainer(tmp_path, max_steps=2, **options).train(resume_from_checkpoint=True)
+    assert "a checkpoint has no reference model" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_5_vl"])
 def test_weights_are_found_whose_names_on_the_disk_differ(tmp_path, kind):
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -40,8 +40,7 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
     r"""Configuration of [`AsyncDCGRPOTrainer`]: TRL's `AsyncGRPOConfig` with the discrepancy constraint.
 
     The fields of the constraint and of the correction mean the same as in [`~dc_trl.DCGRPOConfig`]. Here δ includes
-    the lag of the sampler, so the default form differs. By default the constraint is `"none"`: the mismatch is only
-    measured.
+    the lag of the sampler, so the default form differs. By default (`constraint="none"`) it is only measured.
     """
 
     constraint_form: str = setting(

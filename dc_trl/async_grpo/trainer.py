@@ -5,8 +5,7 @@ weights that sampled, and clips it. None of that loss is copied here:
 
 - *log π_train* is read from the loss's own forward by a hook on the model.
 - *The constraint* is a term of the loss: λ times the mean of r·penalty. A penalised advantage Ã = Â − λ·penalty adds
-  the same term to the loss, except for the clip: the clip stops updates that move a token away from the sampler, and
-  this term moves it back.
+  the same term to the loss, but for the clip: it stops updates that move a token away from the sampler.
 - *A mask* removes tokens from a loss that has already been computed. The loss of a token is proportional to its
   advantage, so it equals the advantage times the loss's gradient with respect to it. That product is subtracted, with
   its gradient, for the masked tokens.
@@ -68,8 +67,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     Args:
         model: Hub id or directory of the causal language model to train, which the server serves too.
-        reward_funcs, tools: functions as in [`~dc_trl.DCGRPOTrainer`]. They run in a separate process, so they must be
-            picklable.
+        reward_funcs, tools: as in [`~dc_trl.DCGRPOTrainer`], and picklable, because they run in another process.
         args: by default a configuration named after the model.
         rollout_worker: object that samples and scores (TRL's `RolloutWorkerProtocol`); by default TRL's own process.
         weight_transfer: object that sends weights (TRL's `WeightTransferProtocol`); by default TRL's NCCL stream.

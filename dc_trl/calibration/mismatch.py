@@ -1,8 +1,7 @@
 """What one engine's log-probabilities say against the model's: means and percentiles, errors over prompts, and ε.
 
 Throughout, a = log π_train and b = log π_inf of the same sampled tokens, and d = a − b. Completions of one prompt are
-not independent, so every interval comes from a bootstrap that draws whole prompts, and every standard error is
-clustered by prompt.
+not independent, so intervals come from a bootstrap over prompts, and standard errors are clustered by prompt.
 """
 
 import math
@@ -113,8 +112,7 @@ def batch_tolerance(numerators: Array, denominators: Array, batch_prompts: int, 
 
     A batch's δ̄ is the sum of its prompts' numerators over that of their denominators. However many batches are drawn,
     P prompts make P / `batch_prompts` independent ones, and their spread has P − 1 degrees of freedom: with these ε
-    promises what that rule does. The interval is that of a bootstrap: the prompts are drawn anew, and the whole rule
-    is applied to each draw.
+    promises what that rule does. The interval is that of a bootstrap, which applies the whole rule to each draw.
 
     Args:
         numerators, denominators: of δ̄ for each prompt, shape (P,).

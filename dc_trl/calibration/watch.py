@@ -95,8 +95,7 @@ def look(
         By name: `discrepancy` (δ̄) and `k3_kl` (nats), each with `_low` and `_high` of its 95 % interval; `drift_tv`,
         the total variation ½ Σ|q − p| over the named tokens and all others as one, mean over the tokens; `top1_flips`,
         the share of tokens at which the most probable one differs; `floor`, δ̄ of the policy to itself with another
-        order of sums, the largest of all passes; `pearson`, the correlation of the probabilities; and `tokens`, their
-        number.
+        order of sums, the largest of all passes; `pearson`, the correlation of the probabilities; number of `tokens`.
 
     Raises:
         ServerError: the server failed, or does not have the policy's vocabulary.

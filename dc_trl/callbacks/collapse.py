@@ -104,8 +104,7 @@ def _level_change(window: int, factor: float, bound: float) -> _Rule:
     """Judge the running median by the run's own level: up for a `factor` above 1, down for one below.
 
     The level is the median of the first window, or of all logs before the last window where that is further from the
-    threshold: an early level that was out of the ordinary, or a long drift, does not hide a change. The threshold is
-    at least at `bound`.
+    threshold (`bound` at least): an early level out of the ordinary, or a long drift, does not hide a change.
     """
     nearest, furthest = (min, max) if factor > 1 else (max, min)
     early: list[float] = []

@@ -16,8 +16,7 @@ def greedy_rewards(trainer: DCGRPOTrainer, dataset: Dataset | IterableDataset, b
         batch_size: prompts at a time in each process.
 
     Returns:
-        The weighted sum of the trainer's reward functions for each problem that got a reward; the same list in every
-        process.
+        The weighted sum of the rewards for each problem that got one; the same list in every process.
     """
     accelerator = trainer.accelerator
     problems = list(dataset) if isinstance(dataset, IterableDataset) else dataset

@@ -28,8 +28,7 @@ class SurgeDetector:
         The surge is the first step at which the running median over 9 steps, centred on it, reaches 2 × the median of
         the up to 80 steps before those 9.
 
-    A surge is known 4 steps after it happened. docs/corrections.md has what the rule finds on synthetic curves, and
-    its limits.
+    A surge is known 4 steps after it happened. docs/corrections.md shows the rule on synthetic curves, and its limits.
 
     Attributes:
         step: number of updates so far, which is the 1-based step of the last one.

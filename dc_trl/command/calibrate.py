@@ -121,13 +121,9 @@ def main(words: Sequence[str] | None = None) -> None:
         engines = [EngineSpec.parse(word) for word in args.engine]
         config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
         if hasattr(config, "quantization_config"):
-            raise ValueError(
-                f"model={args.model!r} is quantized: give the model that is trained, and its scheme as --engine."
-            )
+            raise ValueError(f"model={args.model!r} is quantized: give the trained model, and its scheme as --engine.")
         if (args.output / CALIBRATION_FILE).exists() and not args.overwrite:
-            raise ValueError(
-                f"output='{args.output}' holds a calibration already: choose another --output, or give --overwrite."
-            )
+            raise ValueError(f"output='{args.output}' holds a calibration: choose another --output, or --overwrite.")
         args.output.mkdir(parents=True, exist_ok=True)
         require_engines(engines, config)
         prompts = drawn_prompts(args, tokenizer)

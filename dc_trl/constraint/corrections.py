@@ -103,8 +103,7 @@ def ppo_clip(tokens: SampledTokens, lower: Tensor | float = 0.76, upper: Tensor 
     """Weight by r and mask the tokens that PPO clips, with the sampler as the old policy (arXiv 1707.06347, eq. 7).
 
     A token with Â > 0 is masked where r > upper, and one with Â < 0 where r < lower: these tokens have no gradient in
-    min(r Â, clip(r) Â). The others have the weight r, at most 20. The default bounds are 1 ± `epsilon` of the paper's
-    recipe.
+    min(r Â, clip(r) Â). The others have the weight r, at most 20. The default bounds are 1 ± the paper's `epsilon`.
     """
     ratio = _bounded_exp(tokens.log_ratio)
     direction = tokens.token_advantages.sign()

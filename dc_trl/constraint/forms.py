@@ -13,8 +13,7 @@ form                     c                            sampled tokens estimate th
 ======================== ============================ ======================================================
 
 The tokens of a batch are samples of q, and without a correction their score functions have no weight π/q. So the
-gradient of ``log_ratio`` is exact. The gradients of the two forms above it are exact for samples of π, and nearly so
-where π is near q.
+gradient of ``log_ratio`` is exact. Those of the two forms above it are exact for samples of π, and nearly if π ≈ q.
 
 A user's own function has the signature of `quadratic` and is named `module:function`; docs/corrections.md shows one.
 """

@@ -1,7 +1,6 @@
 """Metrics of the mismatch between two engines, from sums over tokens that can be added.
 
-A mean of means would weigh a short micro-batch like a long one. The sums are in float64. The symbols are those of
-`dc_trl.sampled_tokens`.
+A mean of means would weigh a short micro-batch like a long one. The sums are in float64.
 """
 
 import math

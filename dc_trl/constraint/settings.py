@@ -62,7 +62,7 @@ class ConstraintSettings:
     discrepancy_measure: Measure = setting(
         "prob_diff",
         'Discrepancy δ of a token (eq. 2): "prob_diff" is |π_train − π_inf|, "prob_ratio" is |π_train/π_inf − 1|, '
-        '"log_prob" is |log π_train − log π_inf|, and "squared_log_ratio" is ½ (log π_train − log π_inf)².',
+        'and "log_prob" is |log π_train − log π_inf|.',
     )
     discrepancy_level: Level = setting(
         "token",
@@ -155,8 +155,7 @@ class ConstraintSettings:
     def compared_by(self) -> str | None:
         """The field that makes the trainer act on the difference of the engines; None where nothing does.
 
-        Such a setting needs the rollouts' log-probabilities, and an engine that samples from the policy's
-        distribution.
+        It needs the rollouts' log-probabilities, from an engine that samples from the policy's distribution.
         """
         return next((name for name, off in self._comparisons.items() if getattr(self, name) != off), None)
 

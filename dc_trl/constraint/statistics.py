@@ -37,8 +37,7 @@ class BatchStatistics:
         Args:
             tokens: sampled tokens of the micro-batch.
             penalty: what λ multiplied, shape (B, T), 0 at unscored tokens; None without a constraint.
-            weights: weights of a correction, shape (B, T); None without one. Tokens with a weight of 0 do not count in
-                δ̄.
+            weights: of a correction, shape (B, T); None without one. Tokens of the weight 0 do not count in δ̄.
         """
         train_logps, infer_logps, scored, deployed_logps = *tokens[:3], tokens.deployed_logps
         measure, reduction = self._settings.discrepancy_measure, self._settings.batch_reduction

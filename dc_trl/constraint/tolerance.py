@@ -35,8 +35,7 @@ def proposed_tolerance(batch_discrepancies: Sequence[float]) -> float:
     """Return ε from the discrepancies of healthy batches: the mean of δ̄ plus t·√(1 + 1/n) standard deviations.
 
     t is the 97.5 % point of Student's t with n − 1 degrees of freedom, and the standard deviation has the divisor
-    n − 1: for n = 10 the product of both factors is 2.37, for many batches 1.96. The rule is ours; the papers state
-    values only.
+    n − 1: for n = 10 the product of both factors is 2.37, for many batches 1.96. The rule is ours.
 
     δ̄ of a further healthy batch is above ε with a probability of 2.5 %, one in forty, as a mean over what the n
     batches might have been. That is exact for independent, normally distributed δ̄; a δ̄ that is skewed to the right

@@ -80,8 +80,7 @@ def evaluate(
     """Sample k answers to each problem, grade them, and compute avg@k, pass@k and maj@k with their errors.
 
     Every sample is stored once it is graded (`output_dir/BENCHMARK/samples.jsonl`). A further call with the same
-    arguments samples only what is missing. Each sample has its own seed, made of `seed`, the problem's id and the
-    sample's number.
+    arguments samples only what is missing. A sample's own seed is made of `seed`, the problem's id and its number.
 
     Args:
         model, scheme: names, for the record.

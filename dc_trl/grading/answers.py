@@ -44,10 +44,7 @@ class Gold:
     def __post_init__(self) -> None:
         for field, kinds in _TYPES.items():
             if not isinstance(value := self.__dict__[field], kinds):
-                raise ValueError(
-                    f"{field}={value!r} is no {kinds[0].__name__}: rename a column of this name that does not say how "
-                    "an answer is compared."
-                )
+                raise ValueError(f"{field}={value!r} is no {kinds[0].__name__}: rename a column that is not for it.")
         for field in ("relative_tolerance", "absolute_tolerance"):
             if not 0 <= (value := self.__dict__[field]) < float("inf"):
                 raise ValueError(f"{field}={value} is no tolerance: use a finite number of at least 0.")

@@ -24,8 +24,7 @@ from .policy import base_model
 def beside_base(inputs: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return s·B·(A·x) as vLLM computes it (vllm/lora/punica_wrapper/punica_cpu.py).
 
-    A and B are bfloat16 there, and s is multiplied into B. A·x is summed up in float32 and rounded for the second
-    product.
+    A and B are bfloat16 there, and B contains s. A·x is summed up in float32 and rounded for the second product.
 
     Args:
         inputs: x as the layer gets it, before its activations are quantized, shape (..., channels), bfloat16.

@@ -1,8 +1,7 @@
 """Attention for decoding on a CPU, grouped queries without copies of the keys and values, and the FP8 KV cache.
 
 A decoding step has one query per sequence. PyTorch's fused attention takes four times as long for it in bfloat16 on a
-CPU, and transformers' eager attention spends most of its time on repeating each key and value for every query head of
-its group.
+CPU, and transformers' eager attention spends most of its time on repeating keys and values for the heads of a group.
 
 It rounds what vLLM's CPU engine rounds: the output and, where the processor multiplies bfloat16 in tiles (AMX), the
 weights of the values. Eager attention rounds scores too. Everything else is computed in float64, where vLLM uses

@@ -46,8 +46,7 @@ def require_scheme(name: str) -> None:
     if name not in SERVED_SCHEMES and name.removesuffix(FP8_CACHE) not in RESEARCH_BITS:
         raise ValueError(
             f"deployment_scheme={name!r} is unknown: choose one of {', '.join(map(repr, SCHEMES))}, or for the "
-            f"in-process replica alone {' or '.join(map(repr, RESEARCH_BITS))}; append {FP8_CACHE!r} for an FP8 KV "
-            "cache."
+            f"replica alone {' or '.join(map(repr, RESEARCH_BITS))}; append {FP8_CACHE!r} for an FP8 KV cache."
         )
 
 

@@ -41,8 +41,7 @@ def deployed_tensors(
             `policy_tensors` cannot: FSDP1, DeepSpeed's ZeRO stage 3, and adapters under FSDP2.
 
     Raises:
-        ValueError: TRL has to gather the weights, and vLLM is not used, or an adapter separates the embedding from the
-            output head.
+        ValueError: TRL has to gather the weights without vLLM, or an adapter parts embedding and output head.
     """
     policy = unwrapped(accelerator, model)
     if not _needs_trl(accelerator, policy):
@@ -71,8 +70,7 @@ def policy_tensors(policy: PreTrainedModel | PeftModel, adapters: bool = True) -
 
     The policy itself is not changed: each adapted layer is merged in a copy, one at a time, because merging in place
     and unmerging again would leave rounding errors in the weights that are being trained. Weights that bitsandbytes
-    has packed (QLoRA) are unpacked before the adapter is added: PEFT's merge would round the sum to the same few bits
-    again.
+    has packed (QLoRA) are unpacked first, because PEFT's merge would round the sum to the same few bits again.
 
     Args:
         policy: a transformers model, or a PEFT model around one. A policy without adapters may be sharded by FSDP2;

@@ -114,8 +114,7 @@ def paired_difference(first: Sequence[Sequence[float]], second: Sequence[Sequenc
     """Return second minus first on the same problems; for several benchmarks the mean of their differences.
 
     The p-value is that of the paired bootstrap: how often the mean of resampled problems lies at least as far from the
-    observed difference as the observed difference lies from zero. A single problem has none, nor have problems that
-    all differ by the same.
+    observed difference as that lies from zero. A single problem has none, nor have problems that all differ alike.
 
     Args:
         first, second: for each benchmark one value for each problem, in the same order.

@@ -35,8 +35,7 @@ def fill_empty(completion_ids, logprobs, eos_token_id):
 def sampled_only(completion_ids, tool_mask):
     """Return TRL's mask of the tokens that the model wrote, with 0 at tokens of `fill_empty`; None if all count.
 
-    A token of `fill_empty` is the last one of its completion, because neither a tool nor a turn follows an empty
-    answer.
+    A token of `fill_empty` ends its completion: neither a tool nor a turn follows an empty answer.
     """
     filled = [isinstance(ids[-1], UnsampledToken) for ids in completion_ids]
     if not any(filled):

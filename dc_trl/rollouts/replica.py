@@ -76,8 +76,7 @@ def end_tokens(policy: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokeniz
 class _SampledLogProbs(LogitsProcessor):
     """Records the log-probability of each sampled token, after temperature, without storing the whole vocabulary.
 
-    With `truncation`, tokens that these processors drop are dropped, and log-probabilities among the kept tokens are
-    recorded too.
+    With `truncation`, its processors drop tokens, and log-probabilities among the kept ones are recorded too.
     """
 
     def __init__(self, temperature: float, truncation: LogitsProcessorList | None = None):
@@ -126,8 +125,7 @@ class Replica:
 
     Args:
         policy: transformers causal language model, or a PEFT model around one. Without adapters it may be sharded by
-            FSDP2 later; each process then has a whole replica. The weights of a policy on the meta device are not
-            copied until `sync`.
+            FSDP2 later; each process then has a whole replica. Of one on the meta device `sync` copies the weights.
         scheme: name of the deployment scheme, see `dc_trl.quantization.schemes`.
         device: device of the replica; by default that of the policy.
         lora_deployment: "merged" or "adapter", with which the base is quantized once; see [`~dc_trl.DCGRPOConfig`].
@@ -288,8 +286,7 @@ class Replica:
 
         Args:
             prompt_ids: token ids of each prompt, not padded.
-            generation_config: settings of sampling, with `pad_token_id`; without `eos_token_id`, the policy's end
-                tokens are used.
+            generation_config: settings of sampling, with `pad_token_id`; `eos_token_id` is the policy's by default.
             temperature: temperature of the log-probabilities, above 0.
             logits_processor: processors of the scores, applied after those of `generation_config`.
             among_kept: whether log-probabilities are taken among the tokens that top-p, top-k and min-p of

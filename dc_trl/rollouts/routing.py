@@ -149,8 +149,7 @@ def routes_of_vllm(arrays: Sequence[np.ndarray], layers: Sequence[int]) -> list[
     """Convert routes from vLLM's format to that of `batch_routes`.
 
     Args:
-        arrays: `routed_experts` of each completion, unsigned, shape (tokens, decoder layers, k); 0 in layers without
-            experts.
+        arrays: `routed_experts` of each completion, unsigned, shape (tokens, layers, k); 0 in layers without experts.
         layers: numbers of the decoder layers that have a router.
     """
     return [torch.from_numpy(array[:, list(layers)].astype(np.int16)) for array in arrays]

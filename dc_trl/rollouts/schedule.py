@@ -12,8 +12,7 @@ class SyncSchedule:
 
     Args:
         every: number of optimizer steps after which newer weights are due, at least 1.
-        step: optimizer steps of the weights that sample; None before the first sync, and where newer ones are due
-            regardless of `every`.
+        step: optimizer steps of the weights that sample; None before the first sync, and where newer ones are due.
         syncs: number of times that newer weights were sent.
     """
 

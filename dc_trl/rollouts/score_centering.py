@@ -90,8 +90,7 @@ class ScoreCentering:
 
     Args:
         policy: transformers causal language model, or a PEFT model around one; not sharded.
-        sampler: replica that sampled, with the weights that sampled; None where vLLM has named its most probable
-            tokens.
+        sampler: replica with the weights that sampled; None where vLLM has named its most probable tokens.
         temperature: temperature of both.
         correction: weights of tokens as in `dc_trl.constraint.corrections`, each by its own probabilities; None
             without one.

@@ -35,8 +35,7 @@ class NamedLogProb(float):
 
     Attributes:
         tokens: ids of the named tokens, int32 of shape (n,); with or without the sampled one.
-        logps: log-probabilities of `tokens` under the engine, in nats, float32 of shape (n,); None if they are not
-            known.
+        logps: log-probabilities of `tokens` under the engine, nats, float32 of shape (n,); None if unknown.
     """
 
     tokens: Tensor
@@ -78,8 +77,7 @@ def named_by_vllm(
     With `logprobs=k`, vLLM returns the k most probable tokens, and the sampled one. Under truncated sampling these are
     the tokens that it kept: in its `processed_logprobs`, those that top-p or min-p dropped are minus infinity, and
     where several tokens share the k-th place, it keeps all of them and returns k and the sampled one. The
-    log-probabilities are then taken among the returned ones, which is the same conditional probability in both
-    engines.
+    log-probabilities are then taken among the returned ones: the same conditional probability in both engines.
 
     Args:
         completion_ids: sampled tokens of each completion.
@@ -90,8 +88,7 @@ def named_by_vllm(
 
     Returns:
         One `KeptLogProb` for each token of each completion or, without truncation, one `NamedLogProb` (NaN without
-        tokens where vLLM has NaN), in the form in which TRL's vLLM returns the log-probability of the sampled token
-        alone.
+        tokens where vLLM has NaN), nested as TRL nests the log-probability of the sampled token alone.
     """
     return [
         [[_named_by_vllm(most, truncated, *token)] for token in zip(*completion, strict=True)]

@@ -184,9 +184,8 @@ class ServerGeneration(_DeployedGeneration):
     """TRL's server mode, with weights that can arrive as the deployable checkpoint, and with retries after faults.
 
     Every synchronization gives the weights a version that no other run and no restarted server has. A rollout counts
-    only if the server held that version before and after it; a server that lost it gets the weights again first. A
-    failed request is tried again `vllm_max_retries` times within `vllm_time_limit`; then every process raises a
-    `ServerError`.
+    only if the server held that version before and after it; a server that lost it gets the weights again first. After
+    `vllm_max_retries` failures of a request, or after `vllm_time_limit`, every process raises a `ServerError`.
 
     Args:
         args: `DCGRPOConfig` of the run.

@@ -126,8 +126,7 @@ class RolloutClient(VLLMClient):
         """Generate as TRL's `VLLMClient.generate` does.
 
         Raises:
-            ServerError: the servers refused or failed in all tries, or their answers cannot be used for a rollout of
-                their weights.
+            ServerError: the servers refused or failed in all tries, or gave no answers of their weights.
         """
         ask = super().generate
 

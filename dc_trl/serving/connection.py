@@ -186,9 +186,7 @@ class Connection:
         """Return the JSON object of an answer, or raise the error that its status means."""
         status, text = response.status_code, response.text
         if status == 401:
-            raise ServerError(
-                f"vLLM at {self.url} asks for an API key: set the environment variable VLLM_API_KEY to its key."
-            )
+            raise ServerError(f"vLLM at {self.url} asks for an API key: set the variable VLLM_API_KEY to its key.")
         if status == 404 and not path.startswith("/v1"):
             raise ServerRefusedError(
                 f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its "

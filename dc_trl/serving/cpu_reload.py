@@ -6,8 +6,7 @@ The kernels of that engine keep copies of the weights, packed for the processor.
   packed copy of the old head under the new layers.
 - The scales of INT8 layers: the kernel keeps a pointer to tensors that the reload frees, and later requests read
   whatever is stored there, soon NaN.
-- The experts of a mixture: they are packed only while there is no kernel for them, so after a reload the kernel reads
-  unpacked weights.
+- The experts of a mixture: they are packed only while there is no kernel for them, so it reads unpacked ones then.
 
 `vllm serve --worker-extension-cls dc_trl.serving.cpu_reload.CPUReloadExtension` makes the complete reload callable.
 

@@ -83,8 +83,7 @@ def free_port(host: str, port: int) -> int:
 class VLLMServer:
     """A `vllm serve` process of this process, with every option that training needs.
 
-    The server ends with this process, whether that exits, is interrupted or is killed. Use it as a context manager, or
-    call `start` and `stop`.
+    The server ends with this process, however it ends. Use it as a context manager, or call `start` and `stop`.
 
     Args:
         model: directory or Hub id of the model to serve; for a quantized deployment, the directory of a checkpoint

@@ -3,9 +3,8 @@
     python watchdog.py GRACE COMMAND [ARGUMENT ...]
 
 Its standard input is a pipe that the starting process holds open. When that process writes to it, exits or is killed,
-the command gets SIGTERM, and after GRACE seconds SIGKILL together with all processes of its
-group: a vLLM server that is still starting hangs on SIGTERM, and a killed one leaves its engine behind. The exit code
-is the command's.
+the command gets SIGTERM, and after GRACE seconds SIGKILL together with all processes of its group: a vLLM server that
+is still starting hangs on SIGTERM, and a killed one leaves its engine behind. The exit code is the command's.
 """
 
 import os

@@ -63,20 +63,12 @@ def _has_deployed_forward(settings: Any) -> bool:
 NO_EFFECT = (
     Rule("rollout_correction_max rollout_correction_target", {"rollout_correction": ["none"]}, "choose a correction"),
     Rule("rollout_correction_min", {"rollout_correction": ["none"]}, "choose a correction"),
-    Rule(
-        "discrepancy_margin constraint_form constraint_target",
-        {"constraint": ["none"]},
-        "choose constraint='static' or 'lagrangian'",
-    ),
+    Rule("discrepancy_margin constraint_form constraint_target", {"constraint": ["none"]}, "choose a constraint"),
     Rule("dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
     Rule("train_through_quantization", {"deployment_scheme": [None]}, _SCHEME),
     Rule("vllm_importance_sampling_correction weight_sync", {"use_vllm": [False]}, "set use_vllm=True"),
-    Rule(
-        "weight_sync_steps",
-        {"use_vllm": [False], "deployment_scheme": [None]},
-        "set deployment_scheme or use_vllm=True",
-    ),
-    Rule("lora_deployment", {"use_vllm": [False], "deployment_scheme": [None]}, _SCHEME),
+    Rule("weight_sync_steps lora_deployment", {"use_vllm": [False], "deployment_scheme": [None]}, _SCHEME),
+    Rule("use_transformers_continuous_batching", {"deployment_scheme": lambda c: c.deployment_scheme}, "unset that"),
     Rule("vllm_server_base_urls rollout_overlap", {"use_vllm": [False]}, _SERVER),
     Rule("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
     Rule("score_centering_top_k", {"score_centering": [False]}, "set score_centering=True"),
@@ -131,6 +123,7 @@ _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
 _ALIGNED = {"deployment_scheme": _has_deployed_forward}
 _RECOMPUTED = ("use_reentrant", "offload")
 _ONE = "set only one of the two"
+_COMPARED = "constraint, rollout_correction and score_centering compare engines, which then choose among other tokens"
 _VESPO = "VESPO weighs a trajectory by its own advantage and ratio; set another loss_type, or the other to 'none'"
 
 CONTRADICTIONS = (
@@ -189,6 +182,12 @@ CONTRADICTIONS = (
     Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"it centres the whole difference; {_ONE}"),
     Rule("loss_type", {"rollout_correction": lambda c: c.rollout_correction != "none"}, _VESPO, ["vespo"]),
     Rule("loss_type", _CONSTRAINED, _VESPO, ["vespo"]),
+    Rule(
+        "vllm_importance_sampling_mode",
+        {"loss_type": ["vespo"], "vllm_importance_sampling_correction": [True]},
+        "set 'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False",
+        ["sequence_truncate", "sequence_mask"],
+    ),
     Rule("rollout_correction", {"vllm_importance_sampling_correction": [True]}, f"both correct the rollouts; {_ONE}"),
     Rule(
         "rollout_correction",
@@ -235,5 +234,5 @@ CONTRADICTIONS = (
         },
         "the training log-probabilities are taken at temperature; set temperature alone",
     ),
-    Rule("vllm_structured_outputs_regex", {"constraint": lambda c: c.compared_by is not None}, "unset it"),
+    Rule("vllm_structured_outputs_regex", {"constraint": lambda c: c.compared_by is not None}, _COMPARED),
 )

@@ -76,9 +76,7 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
     if not is_path or (path / "config.json").is_file():
         return
     if (path / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{option}={name!r} holds an adapter: give its model; docs/lora.md says how to go on from it."
-        )
+        raise ValueError(f"{option}={name!r} holds an adapter: give its model; docs/lora.md tells how to go on.")
     what = "has no config.json, so it holds no model" if path.is_dir() else "does not exist as a directory"
     raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory.")
 

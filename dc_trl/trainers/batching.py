@@ -106,10 +106,11 @@ class LengthAwareBatches:
         metrics = self._trainer.metrics_since_log("train")
         if _WEIGHTS in inputs:
             by_sequence = self._trainer.importance_sampling_level == "sequence" and inputs["advantages"].ndim == 1
+            dropped = inputs.get("kept_weight", 1.0) == 0  # as a whole: TRL has logged no KL of it
             for name in _TOKEN_MEANS.keys() & metrics.keys():
-                if by_sequence and name.startswith("clip_ratio/"):
-                    continue  # TRL's is a mean over trajectories then
-                metrics[name][-1] *= inputs[_WEIGHTS][_TOKEN_MEANS[name]]
+                of_trajectories = by_sequence and (name.startswith("clip_ratio/") or name == "cispo_clip_ratio")
+                if not of_trajectories and not (dropped and name == "kl"):
+                    metrics[name][-1] *= inputs[_WEIGHTS][_TOKEN_MEANS[name]]
 
     # --- forwards of a whole generation batch: old and reference log-probabilities ----------------------------------
 

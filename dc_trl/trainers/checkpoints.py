@@ -167,6 +167,8 @@ class Checkpoints(TrainerCallback):
     def load(self, checkpoint: str) -> None:
         """Continue from what `write` has written beside TRL's files."""
         trainer = self._trainer
+        if trainer.args.sync_ref_model and trainer.ref_model is not None:
+            logger.warning("sync_ref_model=True: a checkpoint has no reference model, and it begins anew.")
         if os.path.realpath(checkpoint) == os.path.realpath(trainer.checkpoint_folder()):
             self.saved_at = trainer.state.global_step
         path = Path(checkpoint, STATE_FILE)

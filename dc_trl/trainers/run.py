@@ -259,8 +259,7 @@ class RunTrainer(SamplingTrainer):
         The deployment checkpoint is first written from the present weights, unless `export` is False.
 
         Raises:
-            HubError: the Hub refused or could not be reached. The run's files are whole, and calling this again
-                sends what is missing.
+            HubError: the Hub refused or could not be reached. Calling this again sends what is missing.
         """
         if export and self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
             self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,7 +141,8 @@ class SamplingTrainer(HookedTrainer):
             policy, tokenizer = base_model(self.model), self.text_tokenizer
             self._limits = limits_of(policy, tokenizer, self.max_completion_length, context)
             if self.rollout_func is None and self.environment_factories is None:  # they make tokens or prompts
-                self._limits.warn(self.tokenize(prompts)[0])
+                for _, alike in groupby(prompts, type):  # texts of one data set, conversations of another
+                    self._limits.warn(self.tokenize([*alike])[0])
         self.reward_funcs = [
             function if isinstance(function, nn.Module) else checked_reward(function, name)
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
@@ -364,10 +366,7 @@ class SamplingTrainer(HookedTrainer):
             )
             return self.replica.generate(prompt_ids, config, 1.0)[0]
         if not self.use_vllm:
-            raise ValueError(
-                "deployment_scheme=None and use_vllm=False: set one of them, since there is no engine to complete "
-                "prompts."
-            )
+            raise ValueError("deployment_scheme=None and use_vllm=False: set one, so that an engine answers.")
         generation = self.vllm_generation
         of_training, generation.temperature = generation.temperature, 0.0
         try:
@@ -432,8 +431,7 @@ def total_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of several reward functions, shape (N,); NaN where no function applies.
 
     Args:
-        rewards_per_func: reward of each completion from each function, shape (N, functions); NaN where a function does
-            not apply.
+        rewards_per_func: of each completion, shape (N, functions); NaN where a function does not apply.
         weights: weight of each function, shape (functions,).
     """
     total = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(-1)

@@ -24,8 +24,7 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
     """Lock the output directory until the stack is closed, and return the checkpoint to resume from.
 
     Raises:
-        ValueError: the directory holds a run that is not resumed, another run is writing to it, or it cannot be
-            written.
+        ValueError: the directory holds a run that is not resumed, another run writes to it, or it cannot be written.
         HubError: the Hub refuses the repository of a run that will be pushed.
     """
     output_dir = Path(args.output_dir)
