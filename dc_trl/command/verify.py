@@ -59,7 +59,7 @@ def verify(url: str, directory: Path) -> bool:
     """
     connection, contract = Connection(url), read_contract(directory)
     if (reason := connection.why_down()) is not None:
-        raise ServerError(f"no vLLM server answers at {url} ({reason}): start one with vllm serve, or mend the URL.")
+        raise ServerError(f"no vLLM server answers at {url} ({reason}): start one with vllm serve, or fix the URL.")
     _, tokenizer = load_config_and_tokenizer(str(directory), "checkpoint")
     tensors = read_tensors(directory)
     if broken := broken_terms(contract, tensors):

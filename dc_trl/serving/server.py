@@ -44,7 +44,7 @@ _CPU_OPTIONS = ["--enforce-eager", "--no-enable-chunked-prefill", "--worker-exte
 # powers of two, and requantize the weights.
 BLOCK_SCALES = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
 # What torchrun tells the processes of a run, which vLLM would take for its own.
-_LAUNCHER = ("TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_")
+_LAUNCHER = re.compile(r"TORCHELASTIC_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)")
 _GPU_OPTIONS = ["--weight-transfer-config", '{"backend": "nccl"}']  # for TRL's stream
 
 
@@ -183,7 +183,7 @@ class VLLMServer:
             )
         self._report(f"starting {self.command}\n(log: {self.log_path})")
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *self.arguments]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
+        inherited = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
         with open_in_place(self.log_path, os.O_WRONLY | os.O_APPEND) as log:
             self._log_begin = log.seek(0, os.SEEK_END)
             self._watchdog = start_watchdog(
