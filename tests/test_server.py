@@ -146,7 +146,8 @@ def occupied():
 )
 def test_what_cannot_start_is_refused_before_vllm_is_started(options, words, occupied, tmp_path, monkeypatch, capsys):
     script = program("serve")
-    quantized = AutoConfig.from_pretrained(TINY_MODEL, quantization_config={"quant_method": "compressed-tensors"})
+    quantized = AutoConfig.from_pretrained(TINY_MODEL)
+    quantized.quantization_config = {"quant_method": "compressed-tensors"}
     quantized.save_pretrained(tmp_path / "QUANTIZED")
     given = {"--model": str(TINY_MODEL), "--port": "0", "--log": str(tmp_path / "log")} | options
     places = {"OCCUPIED": str(occupied), "QUANTIZED": str(tmp_path / "QUANTIZED")}
