@@ -24,7 +24,8 @@ from .policy import base_model, require_shared_embeddings, unwrapped
 
 # Names of the classes in which bitsandbytes packs several numbers into one; it need not be installed.
 _PACKED = ("Params4bit", "Int8Params")
-_WRAPPERS = r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\."  # parts of names that FSDP and PEFT add
+# Parts of names that FSDP and PEFT add.
+_WRAPPERS = r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|base_model\.model|base_layer)\."
 
 
 def deployed_tensors(
