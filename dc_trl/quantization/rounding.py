@@ -48,7 +48,7 @@ def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: T
 
 def _adds_plainly(layer: nn.Module) -> bool:
     # Granite, MiniMax and others scale the residual stream or what is added to it, by numbers or own parameters.
-    scales = any(isinstance(value, float) for value in vars(layer).values()) or bool(layer._parameters)
+    scales = [value for value in vars(layer).values() if isinstance(value, float)] + [*layer.parameters(recurse=False)]
     return dict(layer.named_children()).keys() == _LAYER and not scales
 
 
