@@ -4,6 +4,7 @@ import signal
 import socket
 import sys
 
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -189,6 +190,25 @@ def test_another_server_that_took_the_port_is_not_taken_for_ours(tmp_path, monke
         assert Connection(server.url).why_down() is None
         with pytest.raises(ServerError, match="ended with exit code"):
             server.start()
+
+
+@requires_vllm
+def test_a_server_does_not_take_itself_for_a_process_of_the_run(tmp_path, monkeypatch):
+    of_torchrun = ("RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE")
+    for name in (*of_torchrun, "RANKING"):
+        monkeypatch.setenv(name, "1")
+    seen = []
+
+    def why_down(_):
+        seen.append(psutil.Process(server.pid).environ())
+        return "not yet"
+
+    monkeypatch.setattr("dc_trl.serving.server.Connection.why_down", why_down)
+    server = VLLMServer(str(TINY_MODEL), log_path=tmp_path / "log", start_timeout=1)
+    with pytest.raises(ServerError, match="start_timeout"):
+        server.start()
+    assert not {*of_torchrun} & seen[-1].keys()
+    assert seen[-1]["RANKING"] == "1"
 
 
 def test_a_key_is_not_shown_in_the_servers_last_words(tmp_path):
