@@ -389,20 +389,20 @@ def test_means_over_tokens_are_those_of_one_micro_batch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("level", "kept", "weighed"),
+    ("level", "kl_values", "weighed"),
     [
-        ("token", 1.0, {"kl", "cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction"}),
-        ("token", 0.0, {"cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction"}),
-        ("sequence", 1.0, {"kl", "routing/flipped_fraction"}),
+        ("token", 1, {"kl", "cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction"}),
+        ("token", 2, {"cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction"}),
+        ("sequence", 1, {"kl", "routing/flipped_fraction"}),
     ],
 )
-def test_what_a_slice_has_logged_is_weighed(level, kept, weighed):
+def test_what_a_slice_has_logged_is_weighed(level, kl_values, weighed):
     """Not its means over trajectories, and not the KL of an earlier slice where TRL has logged none."""
     names = ("kl", "cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction")
     metrics = {name: [1.0, 1.0] for name in names}
     batches = LengthAwareBatches.__new__(LengthAwareBatches)
     batches._trainer = SimpleNamespace(metrics_since_log=lambda mode: metrics, importance_sampling_level=level)
-    slices = {"token_weights": [3.0, 3.0], "advantages": torch.zeros(2), "kept_weight": torch.tensor(kept)}
-    batches.weigh_means(slices)
+    slices = {"token_weights": [3.0, 3.0], "advantages": torch.zeros(2)}
+    batches.weigh_means(slices, dict.fromkeys(names, 1) | {"kl": kl_values})
     assert {name for name, values in metrics.items() if values == [1.0, 3.0]} == weighed
     assert all(values == [1.0, 1.0] for name, values in metrics.items() if name not in weighed)

@@ -248,7 +248,7 @@ def test_real_overlaps_come_out(real):
 @requires_shared_data
 def test_real_rows_are_clean(real):
     rows, _, kept, dropped = real
-    assert len(rows) == 17301 == len(kept) + len(dropped)
+    assert len(rows) == 17267 == len(kept) + len(dropped)
     assert len(set(kept["problem"])) == len(kept) == len(set(kept["id"]))
     text = "".join(kept["problem"])
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
@@ -256,5 +256,5 @@ def test_real_rows_are_clean(real):
     for row in rows:
         answers.setdefault(row["problem"], set()).add(row["answer"])
     conflicting = {problem for problem, golds in answers.items() if len(golds) > 1}
-    assert len(conflicting) == 11
+    assert len(conflicting) == 12
     assert not conflicting & set(kept["problem"])

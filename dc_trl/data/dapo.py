@@ -26,10 +26,8 @@ def remove_template(prompt: str) -> str:
 
 
 def _dapo(row: Row) -> MathProblem:
-    prompt = field_of(row, "prompt", "problem")  # a text, or messages, of which a system prompt may be the first
-    text = prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt[-1:])
     return MathProblem(
-        problem=remove_template(text),
+        problem=remove_template(text_of_prompt(field_of(row, "prompt", "problem"))),
         # A row without a gold answer is for cleaning to leave out, and to count.
         answer=gold_answer((row.get("reward_model") or row).get("ground_truth", row.get("answer"))) or "",
     )

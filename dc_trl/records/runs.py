@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -104,10 +104,9 @@ def read_run(directory: str | PathLike[str]) -> Run:
     if not history:
         raise ValueError(f"{path} is empty: wait until the run has logged its first step (logging_steps).")
     set_by_user = read_object(settings) if settings.is_file() else {}
-    summary = read_summary(folder)
+    run = Run(folder.resolve().name, history, set_by_user)
     # The summary of a run that goes on is that of its first part.
-    ended = summary.get("steps") == max(row["step"] for row in history)
-    return Run(folder.resolve().name, history, set_by_user, summary if ended else {})
+    return replace(run, summary=read_summary(folder)) if run_ended(folder, run.steps) else run
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from ..settings.fields import declared_default
 from ..settings.recipes import RECIPES
 
 
-# TrainingArguments fills these in itself, and they do not affect what is learned.
-_FILLED_IN = {"disable_tqdm", "dataloader_pin_memory", "pad_to_multiple_of"}
-_OF_THIS_START = {"eval_on_start", "resume_from_checkpoint"}  # which a resumed run may have otherwise
+# TrainingArguments fills the first three in itself, and a resumed run may have the other two otherwise.
+_LEFT_OUT = {"disable_tqdm", "dataloader_pin_memory", "pad_to_multiple_of", "eval_on_start", "resume_from_checkpoint"}
 _EMPTY: tuple[Any, ...] = (None, "", "none", [], {})
 
 
@@ -28,7 +27,7 @@ def changed_settings(config: Any, defaults: type | None = None) -> dict[str, Any
     """
     standard = {f.name: f for f in fields(config)} | ({f.name: f for f in fields(defaults)} if defaults else {})
     changed = {}
-    for name in (f.name for f in fields(config) if f.init and f.name not in _FILLED_IN | _OF_THIS_START):
+    for name in (f.name for f in fields(config) if f.init and f.name not in _LEFT_OUT):
         value, default = json_value(getattr(config, name)), json_value(default_of(standard[name]))
         if not is_secret_name(name) and value != default and not (value in _EMPTY and default in _EMPTY):
             changed[name] = value

@@ -101,15 +101,17 @@ class LengthAwareBatches:
             in_order=bool(seeing.any() and not seeing.all()),
         )
 
-    def weigh_means(self, inputs: dict[str, Any]) -> None:
-        """Weigh what the loss of a slice has just logged by its tokens, so that TRL's mean is one over the step's."""
+    def weigh_means(self, inputs: dict[str, Any], before: dict[str, int]) -> None:
+        """Weigh what the loss of a slice has logged by its tokens, so that TRL's mean is one over the step's.
+
+        `before` has the number of values of each metric before that loss: TRL logs no KL of a slice dropped whole.
+        """
         metrics = self._trainer.metrics_since_log("train")
         if _WEIGHTS in inputs:
             by_sequence = self._trainer.importance_sampling_level == "sequence" and inputs["advantages"].ndim == 1
-            dropped = inputs.get("kept_weight", 1.0) == 0  # as a whole: TRL has logged no KL of it
             for name in _TOKEN_MEANS.keys() & metrics.keys():
                 of_trajectories = by_sequence and (name.startswith("clip_ratio/") or name == "cispo_clip_ratio")
-                if not of_trajectories and not (dropped and name == "kl"):
+                if not of_trajectories and len(metrics[name]) > before.get(name, 0):
                     metrics[name][-1] *= inputs[_WEIGHTS][_TOKEN_MEANS[name]]
 
     # --- forwards of a whole generation batch: old and reference log-probabilities ----------------------------------

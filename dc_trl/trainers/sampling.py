@@ -323,6 +323,7 @@ class SamplingTrainer(HookedTrainer):
 
     def policy_loss(self, model, inputs):
         choices = self._choices = Choices.of(inputs)
+        logged = {name: len(values) for name, values in self.metrics_since_log("train").items()}
         try:
             loss = super().policy_loss(model, inputs)
         finally:
@@ -332,7 +333,7 @@ class SamplingTrainer(HookedTrainer):
             if not torch.is_grad_enabled():
                 self.replay.stop()
         if self.batches is not None:
-            self.batches.weigh_means(inputs)
+            self.batches.weigh_means(inputs, logged)
         return loss
 
     def training_step(self, model, inputs, num_items_in_batch):
