@@ -203,7 +203,9 @@ class DCGRPOTrainer(RunTrainer):
     def sample_and_score(self, inputs):
         self._sampled_logps = None
         batch = super().sample_and_score(inputs)
-        rewards = total_rewards(self._rewards_per_func, self.reward_weights)
+        rewards = total_rewards(self._rewards_per_func, self.reward_weights).unsqueeze(0)
+        if self.args.multi_objective_aggregation == "normalize_then_sum":
+            rewards = self._rewards_per_func.T  # equal sums of different rewards have advantages
         if self.args.drop_zero_std_groups and self.model.training:
             self._drop_groups(batch, rewards)
         measured = "sampling_per_token_logps" in batch
@@ -229,8 +231,6 @@ class DCGRPOTrainer(RunTrainer):
 
     def _look_at_first_batch(self, rewards: Tensor, measured: bool) -> None:
         """Warn if the first batch shows that the run cannot learn or measure anything."""
-        one_by_one = self.args.multi_objective_aggregation == "normalize_then_sum"
-        rewards = self._rewards_per_func.T if one_by_one else rewards.unsqueeze(0)
         warning = first_batch(
             rewards.tolist(),
             self.num_generations,
@@ -243,8 +243,8 @@ class DCGRPOTrainer(RunTrainer):
             logger.warning("The mismatch is not measured: rollout_func returns no logprobs. Return them too.")
 
     def _drop_groups(self, batch: dict[str, Any], rewards: Tensor) -> None:
-        """Mask the completions whose group has one reward; `rewards` are those of all processes."""
-        kept = ~zero_std_groups(rewards, self.num_generations)
+        """Mask the completions whose group has one reward; a row of `rewards` has those of all processes."""
+        kept = ~torch.stack([zero_std_groups(row, self.num_generations) for row in rewards]).all(0)
         local = kept.view(self.accelerator.num_processes, -1)[self.accelerator.process_index]
         for name in {"completion_mask", "tool_mask"} & batch.keys():
             batch[name] = batch[name] * local.unsqueeze(1)
@@ -334,9 +334,8 @@ class DCGRPOTrainer(RunTrainer):
         scored = loss_mask(inputs).bool()
         sums = torch.cat([centre.drift[scored].sum(0), scored.sum().unsqueeze(0)]).unsqueeze(0)
         variation, norm, count = self.accelerator.gather(sums).sum(0).tolist()
-        if count:
-            self.add_metric("discrepancy/drift_tv", variation / count)
-            self.add_metric("discrepancy/drift_l2", norm / count)
+        self.add_metric("discrepancy/drift_tv", variation / max(count, 1))
+        self.add_metric("discrepancy/drift_l2", norm / max(count, 1))
         score = train_logps if weights is None else weights.to(train_logps.dtype) * train_logps
         centred = score - centre.score
         return train_logps.detach() + (centred - centred.detach())
@@ -414,6 +413,8 @@ class DCGRPOTrainer(RunTrainer):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def log(self, logs, start_time=None):
+        if "train_runtime" in logs:  # the last log; after an evaluation TRL would lose the training's last metrics
+            self.model.train()
         if not self.model.training:
             # Reduced over the whole evaluation: a mean of batch means would weigh the last, shorter batch too much.
             self._report("eval")

@@ -124,6 +124,24 @@ def test_a_batch_of_nothing_else_moves_nothing(tmp_path, tokenizer):
         assert torch.equal(trained, initial)
 
 
+def test_groups_of_equal_sums_are_kept_where_each_function_is_normalised(tmp_path, tokenizer, seen_by_the_loss):
+    """1, 0, 1, 0 and half of 0, 2, 0, 2: normalised one by one, their weighted sums are ±0.5."""
+
+    def first(completions, **kwargs):
+        return [float(number % 2 == 0) for number in range(len(completions))]
+
+    def second(completions, **kwargs):
+        return [2.0 * (number % 2) for number in range(len(completions))]
+
+    fields = {"drop_zero_std_groups": True, "reward_weights": [1.0, 0.5], "constraint": "none"}
+    for aggregation in ("sum_then_normalize", "normalize_then_sum"):
+        train(tmp_path, tokenizer, [first, second], multi_objective_aggregation=aggregation, **fields)
+    dropped, kept = seen_by_the_loss
+    assert not dropped["completion_mask"].any()
+    assert kept["completion_mask"].any(-1).all()
+    assert kept["advantages"].abs().min() > 0.5
+
+
 def test_the_auxiliary_loss_of_a_router_keeps_its_size(tmp_path, tokenizer):
     """One group of four is kept. Advantages of a group sum to zero, so at equal weights the rest of the loss is 0."""
 

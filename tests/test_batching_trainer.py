@@ -388,17 +388,20 @@ def test_means_over_tokens_are_those_of_one_micro_batch(tmp_path):
     assert logged(found, "entropy") == pytest.approx(logged(expected, "entropy"), rel=1e-5)
 
 
+ALWAYS = {"routing/flipped_fraction", "discrepancy/drift_tv"}
+
+
 @pytest.mark.parametrize(
     ("level", "kl_values", "weighed"),
     [
-        ("token", 1, {"kl", "cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction"}),
-        ("token", 2, {"cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction"}),
-        ("sequence", 1, {"kl", "routing/flipped_fraction"}),
+        ("token", 1, {"kl", "cispo_clip_ratio", "clip_ratio/low_mean", *ALWAYS}),
+        ("token", 2, {"cispo_clip_ratio", "clip_ratio/low_mean", *ALWAYS}),
+        ("sequence", 1, {"kl", *ALWAYS}),
     ],
 )
 def test_what_a_slice_has_logged_is_weighed(level, kl_values, weighed):
     """Not its means over trajectories, and not the KL of an earlier slice where TRL has logged none."""
-    names = ("kl", "cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction")
+    names = ("kl", "cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction", "discrepancy/drift_tv")
     metrics = {name: [1.0, 1.0] for name in names}
     batches = LengthAwareBatches.__new__(LengthAwareBatches)
     batches._trainer = SimpleNamespace(metrics_since_log=lambda mode: metrics, importance_sampling_level=level)

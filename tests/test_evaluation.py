@@ -154,6 +154,12 @@ def test_an_evaluation_against_rewards_counted_by_hand(replica, tokenizer, tmp_p
     path.write_text(path.read_text().replace('"failure": null', '"failure": "time"', 2))
     again = run(ReplicaEngine(replica, tokenizer), tmp_path, [benchmark])
     assert again.grading_failures == {"time": 2}
+    assert not (tmp_path / "results.1.json").exists()
+    results = tmp_path / RESULTS_FILE
+    of_another = results.read_text().replace('"arithmetic": {', '"other": {')
+    results.write_text(of_another)
+    assert run(ReplicaEngine(replica, tokenizer), tmp_path, [benchmark]) == Evaluation.load(results) == again
+    assert (tmp_path / "results.1.json").read_text() == of_another
 
 
 @pytest.mark.parametrize(

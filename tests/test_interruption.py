@@ -249,4 +249,4 @@ def test_auto_begins_again_after_a_kill_within_the_first_save(tmp_path, launch):
         launch(resume_from_checkpoint="true", **options)
     launch(resume_from_checkpoint="auto", **options)
     assert checkpoint_defect(folder / "checkpoint-2") is None
-    assert {"unfinished-checkpoint-2", "history.1.jsonl", "summary.json"} <= {path.name for path in folder.iterdir()}
+    assert {"earlier-checkpoint-2", "history.1.jsonl", "summary.json"} <= {path.name for path in folder.iterdir()}

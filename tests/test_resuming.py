@@ -98,17 +98,24 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
         resumable_checkpoint(str(run / "nowhere"), run)
 
 
-def test_the_trainer_takes_the_newest_whole_one_and_replaces_what_another_run_left(checkpoint):
+def test_the_trainer_takes_the_newest_whole_one_and_keeps_apart_what_another_run_left(checkpoint):
     run = checkpoint.parent
     options = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 3}
     trainer = make_trainer(run, **options)
     trainer.train(resume_from_checkpoint=True)
     assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2, 3]
-    # A folder that another run has left is replaced, not mixed with.
-    (run / "checkpoint-2" / "rng_state_7.pth").write_bytes(b"")
-    trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
-    assert checkpoint_defect(run / "checkpoint-2") is None
-    assert not (run / "checkpoint-2" / "rng_state_7.pth").exists()
+    (run / "checkpoint-2" / "mark").touch()
+    make_trainer(run, **options | {"max_steps": 2}).train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    assert (run / "earlier-checkpoint-2" / "mark").exists()
+    assert [step for step in range(1, 5) if (run / f"checkpoint-{step}").exists()] == [1, 2]
+    # What a run from the beginning leaves is its own, so that it is what the next one resumes.
+    make_trainer(run, **options | {"max_steps": 1}).train()
+    assert (run / "earlier-checkpoint-2.1" / "mark").exists()
+    assert resumable_checkpoint(True, run) == str(run / "checkpoint-1")
+    # From a checkpoint elsewhere, it goes on in a directory of its own.
+    (run / "earlier-checkpoint-3").rename(elsewhere := run.with_name("checkpoint-3"))
+    make_trainer(run, **options | {"max_steps": 4}).train(resume_from_checkpoint=str(elsewhere))
+    assert [step for step in range(1, 5) if (run / f"checkpoint-{step}").exists()] == [4]
 
 
 def test_a_run_of_an_adapter_goes_on(tmp_path):

@@ -9,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 from dc_trl import HistoryCallback
 from dc_trl.callbacks.before_and_after import BeforeAndAfter
 from dc_trl.records.runs import read_run
+from dc_trl.records.verdict import verdict_of
 from dc_trl.report.tables import outcome_table
 from dc_trl.resuming.checkpoints import write_manifest
 from dc_trl.training.arguments import WatchArguments
@@ -52,6 +53,23 @@ def test_the_greedy_reward_is_the_weighted_sum_in_table_report_and_card(tmp_path
     assert measured["greedy reward"][1].startswith(greedy)
     trainer.create_model_card()
     assert greedy in (tmp_path / "README.md").read_text()
+
+
+def test_the_last_steps_are_logged_where_an_evaluation_follows_them(tmp_path):
+    """TRL's last log takes the metrics of the evaluation, if the model has been evaluated after the last step."""
+    rewards = {}
+    for steps in (1, 10):
+        folder = tmp_path / str(steps)
+        trained(folder, reward=zero_or_one, max_steps=3, logging_steps=steps)
+        run = read_run(folder)
+        rewards[steps] = run.series("reward")
+        assert run.history[-1]["step"] == 3
+        seconds = sum(value for row in run.history for name, value in row.items() if name.startswith("time/"))
+        (whole,) = run.series("train_runtime").values
+        assert seconds == pytest.approx(whole, rel=0.1)
+    assert rewards[1].steps == [1, 2, 3]
+    assert rewards[10] == ([3], [pytest.approx(sum(rewards[1].values) / 3)])
+    assert not any("Nothing was learned" in line or "not measured" in line for line in verdict_of(run).lines)
 
 
 def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, capsys):

@@ -53,8 +53,7 @@ def test_every_deployment_of_a_run_says_what_it_is(tmp_path):
         assert said == ["fp8", "replica", __version__, "bfloat16", steps]
         logged = [row["discrepancy/mean"] for row in trainer.state.log_history if "discrepancy/mean" in row][:steps]
         assert contract["discrepancy"]["value"] == pytest.approx(sum(logged) / steps)
-        low, high = contract["discrepancy"]["interval"]
-        assert min(logged) <= low <= high <= max(logged)
+        assert contract["discrepancy"]["range"] == [min(logged), max(logged)]
         assert contract["k3_kl"]["logs"] == steps
     assert "deployment/dc_trl.json" in run_files(tmp_path)
     untrained = make_trainer(tmp_path / "untrained", deployment_scheme="fp8")

@@ -12,9 +12,11 @@ from typing import Any
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..data.benchmarks import BENCHMARKS, load_benchmark, parse_benchmark
 from ..data.prompts import BOXED_INSTRUCTION, make_prompt, tokenize
+from ..files import set_aside
 from ..grading import Gold, Grader
 from ..records.estimators import macro_estimate
 from ..rollouts.sampling import Completion, Engine, Request, Sampling, sample_seed
@@ -25,6 +27,8 @@ from .samples import Sample, SampleStore
 
 RESULTS_FILE = "results.json"
 _TOGETHER = 32  # completions that are graded, and then stored, at once
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,10 @@ def evaluate(
     stored = [(each.samples, sample) for each in benchmarks for sample in stores[each.name].samples.values()]
     failures = Counter(answer.failure for k, answer in stored if answer.failure is not None and answer.sample < k)
     evaluation = Evaluation(model, scheme, record, results, average, dict(failures))
-    evaluation.save(output_dir / RESULTS_FILE)
+    file = output_dir / RESULTS_FILE
+    if file.is_file() and Evaluation.load(file).results.keys() - results.keys():
+        logger.warning(f"{file} has other benchmarks and is kept as {set_aside([file])[file].name}.")
+    evaluation.save(file)
     return evaluation
 
 

@@ -39,6 +39,7 @@ _SPELLINGS = [
         "∞": r"\\infty ",
         "π": r"\\pi ",
         "∪": r"\\cup ",
+        r"\\varnothing(?![a-zA-Z])|∅": r"\\emptyset ",
         r"√\s*(\d+|[A-Za-z])": r"\\sqrt{\1}",
         r"\\(?:approx|simeq)(?![a-zA-Z])": "≈",
         r"\\sqrt\s*([^\W_])": r"\\sqrt{\1}",  # braces that TeX lets one leave out

@@ -52,8 +52,8 @@ def resumable_checkpoint(wanted: str | PathLike[str] | bool | None, output_dir: 
 
     Args:
         wanted: directory of a checkpoint, or `True` or "true" for the newest complete one in `output_dir` (the log
-            names the newer ones that are skipped). "auto" means the same, but selects none if none is complete;
-            incomplete checkpoints are then renamed. `None`, `False` and "false" select none.
+            names the newer ones that are skipped). "auto" means the same, or none if none is complete. `None`,
+            `False` and "false" select none.
         output_dir: output directory of the run.
 
     Raises:
@@ -79,16 +79,23 @@ def resumable_checkpoint(wanted: str | PathLike[str] | bool | None, output_dir: 
         passed_over.append(f"{folder.name} {defect}")
     state = f"holds no whole checkpoint: {'; '.join(passed_over)}" if passed_over else "holds no checkpoint"
     if word == "auto":
-        for folder in checkpoints(output_dir).values():  # for which a new run would rotate its own checkpoints out
-            set_aside([target := folder.with_name(f"unfinished-{folder.name}")])
-            folder.rename(target)
         if passed_over:
-            logger.warning(f"output_dir={str(output_dir)!r} {state}. They are kept as unfinished-checkpoint-N.")
+            logger.warning(f"output_dir={str(output_dir)!r} {state}.")
+        set_aside_later(output_dir, None)
         return None
     raise ValueError(
         f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} {state}. To start again, leave "
         "resume_from_checkpoint out and choose another output_dir, or use resume_from_checkpoint=auto."
     )
+
+
+def set_aside_later(output_dir: str | PathLike[str], checkpoint: str | None) -> None:
+    """Rename to `earlier-checkpoint-N` what is not of the run that goes on from a checkpoint, or begins (None)."""
+    found = checkpoints(output_dir)
+    begin = next((step for step, own in found.items() if checkpoint is not None and own.samefile(checkpoint)), -1)
+    for folder in (folder for step, folder in found.items() if step > begin):
+        set_aside([target := folder.with_name(f"earlier-{folder.name}")])
+        logger.warning(f"{folder} belongs to an earlier run and is kept as {folder.rename(target).name}.")
 
 
 def checkpoints(output_dir: str | PathLike[str]) -> dict[int, Path]:

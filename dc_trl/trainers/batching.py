@@ -30,7 +30,7 @@ _WEIGHTS = "token_weights"
 # Means over the tokens of a forward that TRL and this package log and average over the forwards of a step. The number
 # selects the weight that makes this the mean over the step's tokens: tokens of the loss (0) or with prompts (1).
 _TOKEN_MEANS = {
-    **dict.fromkeys(("entropy", "kl", "cispo_clip_ratio"), 0),
+    **dict.fromkeys(("entropy", "kl", "cispo_clip_ratio", "discrepancy/drift_tv", "discrepancy/drift_l2"), 0),
     **dict.fromkeys(("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), 0),
     **dict.fromkeys(("routing/replayed_fraction", "routing/flipped_fraction"), 1),
 }

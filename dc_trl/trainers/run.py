@@ -20,7 +20,7 @@ from ..quantization.policy import base_model, unwrapped
 from ..quantization.tensors import policy_tensors, require_merged_form
 from ..records.estimators import recent_mean
 from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE, Run
-from ..resuming.checkpoints import on_main_process, resumable_checkpoint
+from ..resuming.checkpoints import on_main_process, resumable_checkpoint, set_aside_later
 from ..resuming.interruption import RunInterrupted, StopSignals
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line
@@ -102,7 +102,9 @@ class RunTrainer(SamplingTrainer):
 
             def open_output() -> str | None:
                 stack.enter_context(lock_output(self.args.output_dir))
-                return resumable_checkpoint(resume_from_checkpoint, self.args.output_dir)
+                found = resumable_checkpoint(resume_from_checkpoint, self.args.output_dir)
+                set_aside_later(self.args.output_dir, found)
+                return found
 
             checkpoint = on_main_process(open_output)
             if checkpoint is not None:

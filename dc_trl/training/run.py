@@ -10,7 +10,7 @@ from typing import TypeAlias
 from ..callbacks.before_and_after import BeforeAndAfter
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..data.dapo import DAPO
-from ..hub.push import HubError
+from ..hub.push import HubError, run_files
 from ..records.runs import HISTORY_FILE, SETTINGS_FILE, run_ended
 from ..resuming.checkpoints import checkpoints, on_main_process
 from ..resuming.interruption import RunInterrupted, StopSignals
@@ -90,7 +90,8 @@ def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
         trainer.push_to_hub(dataset_name=dataset_name, export=not args.exports_deployment)
     except HubError as error:
         words = ["hf", "upload", args.hub_model_id or "OWNER/MODEL", args.output_dir, "."]
-        words += [word for left_out in ("checkpoint-*", "*.bin", "*.log", "*.py") for word in ("--exclude", left_out)]
+        files = run_files(args.output_dir, args.hub_deployment == "subfolder")
+        words += [word for name in files for word in ("--include", name)]
         command = shlex.join(words if args.hub_revision is None else [*words, "--revision", args.hub_revision])
         return f"error: {error}\nThe run is complete in {args.output_dir}. Push it later: {command}"
     return None

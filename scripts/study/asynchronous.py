@@ -259,19 +259,18 @@ def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
         "greedy": {step: greedy_accuracy(weights, tokenizer, seed) for step, weights in copies.weights.items()},
         "ages": dict(sorted(sum(trainer.ages, Counter()).items())),
         "mean_age": [round(sum(age * n for age, n in ages.items()) / ages.total(), 3) for ages in trainer.ages],
-        "dropped": max(entry.get("sample/dropped_stale_total", 0) for entry in history),
         **curves,
         "seconds": round(time.monotonic() - begin, 1),
     }
 
 
-HEAD = ["variant", "seeds", "greedy, %", "mean age", "oldest", "dropped", "k3, 10⁻³"]
+HEAD = ["variant", "seeds", "greedy, %", "mean age", "oldest", "k3, 10⁻³"]
 
 
 def table(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return a row for each cell: accuracy (the mean of three evaluations), ages in optimizer steps, dropped samples.
+    """Return a row for each cell: accuracy (the mean of three evaluations), ages in optimizer steps.
 
-    Mean age, k3 (of the last twenty steps) and dropped samples are means over seeds; the oldest is that of all.
+    Mean age and k3 (of the last twenty steps) are means over seeds; the oldest is that of all.
     """
     rows = []
     for name in CELLS:
@@ -280,9 +279,8 @@ def table(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             greedy = mean_over_seeds([statistics.fmean(run["greedy"].values()) for run in runs])
             age = statistics.fmean(statistics.fmean(run["mean_age"]) for run in runs)
             k3 = mean_over_seeds([statistics.fmean(run["discrepancy/k3_kl"][-20:]) for run in runs])
-            dropped = statistics.fmean(run["dropped"] for run in runs)
             oldest = max(int(age) for run in runs for age in run["ages"])
-            cells = [with_error(*greedy, 100, 1), f"{age:.1f}", str(oldest), f"{dropped:.0f}", with_error(*k3, 1e3, 2)]
+            cells = [with_error(*greedy, 100, 1), f"{age:.1f}", str(oldest), with_error(*k3, 1e3, 2)]
             rows.append([name, str(len(runs)), *cells])
     return HEAD, rows
 
