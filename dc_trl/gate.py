@@ -20,7 +20,7 @@ from trl import GRPOConfig
 from .config import DCGRPOConfig
 from .grading.checked_reward import excerpt, require_callable, reward_name
 from .quantization.policy import base_model
-from .settings.distribution import sharding_of
+from .settings.distribution import require_whole_models, sharding_of
 from .settings.paths import require_model_path
 from .settings.pretrained import load_config
 
@@ -71,6 +71,10 @@ def require_startable(
     if isinstance(processing_class, PreTrainedTokenizerBase):
         _require_end(processing_class)
     functions = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    if isinstance(args, DCGRPOConfig):
+        adapted = peft_config is not None or isinstance(model, PeftModel)
+        models = any(isinstance(function, str | nn.Module) for function in functions)
+        require_whole_models(args, models, reference=args.beta != 0 and not adapted)
     if not functions and environment_factory is None and not reward_elsewhere:
         raise ValueError(
             "reward_funcs is not given: pass a function, a reward model, or an environment_factory whose environment "
@@ -220,15 +224,10 @@ def require_trainable(policy: nn.Module) -> None:
 
 
 def warn_of_rounding(policy: nn.Module, optimizer: str, learning_rate: float) -> None:
-    """Warn of 16-bit weights that a step of the learning rate does not change.
+    """Warn of 16-bit weights of an undivided policy that a step of the highest learning rate does not change.
 
     Adam moves a weight by about the learning rate, whatever its gradient. If that is less than half the distance to
     the next representable number, the sum rounds back to the weight.
-
-    Args:
-        policy: the policy, whose weights the optimizer moves as they are, and as a whole.
-        optimizer: name of the optimizer.
-        learning_rate: highest learning rate of the run.
     """
     if learning_rate == 0 or "adam" not in optimizer.lower():
         return
@@ -253,8 +252,7 @@ class Limits(NamedTuple):
     Attributes:
         tokens: rows of the input embedding; token ids must be below.
         context: positions for prompt and completion together; None if no limit is known.
-        extrapolates: whether the model can compute positions beyond `context`, on which it was not trained (rotary
-            positions, ALiBi), or the engine ends there; a table of positions cannot.
+        extrapolates: whether positions beyond `context` can be computed (rotary, ALiBi), or the engine ends there.
         completion: largest number of tokens of a completion.
     """
 
@@ -264,15 +262,7 @@ class Limits(NamedTuple):
     completion: int
 
     def require(self, prompt_ids: Sequence[Sequence[int]], prompts: list) -> None:
-        """Refuse prompts that are empty or that the model cannot read completely.
-
-        Args:
-            prompt_ids: token ids of each prompt.
-            prompts: the prompts, plain or conversational.
-
-        Raises:
-            ValueError: a prompt is refused; the message names the first one.
-        """
+        """Raise a ValueError for the first of the prompts that is empty or that the model cannot read completely."""
         for ids, prompt in zip(prompt_ids, prompts, strict=True):
             named = f"the prompt {excerpt(prompt)}"
             if not ids:

@@ -4,20 +4,26 @@ import json
 import math
 import shutil
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.gate import require_startable
 from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.training.arguments import ServerArguments, require_servable
 
 from . import helpers
 from .distribution_worker import RUNS, SAMPLED
 from .gaps import PROMPTS, mean_gap
 from .helpers import (
+    TINY_MODEL,
     TWO_PROCESSES,
     at_server,
     distinct_characters,
@@ -171,6 +177,51 @@ def test_what_needs_whole_parameters_is_refused_before_the_accelerator_is_built(
     config.lora_deployment = "adapter"
     with pytest.raises(ValueError, match="lora_deployment='adapter' reads whole parameters, which FSDP2 divides"):
         DCGRPOTrainer(make_model(), distinct_characters, config)
+
+
+@pytest.mark.parametrize(
+    ("version", "rewards", "beta", "adapter", "words"),
+    [
+        ("2", distinct_characters, 0.1, None, r"not the reference model \(beta\): set it to false"),
+        ("1", [distinct_characters, str(TINY_MODEL)], 0.0, None, "not reward models: set it to false"),
+        ("2", distinct_characters, 0.1, LoraConfig(), None),  # whose reference is the base
+        ("1", distinct_characters, 0.1, None, None),  # accelerate synchronizes all that FSDP1 wraps
+    ],
+)
+def test_models_that_one_process_loads_are_refused(tmp_path, monkeypatch, version, rewards, beta, adapter, words):
+    """transformers fills them with zeros on the other processes, and only the policy is sent to these."""
+    config = make_config(tmp_path, beta=beta)
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": version}.items():
+        monkeypatch.setenv(name, value)
+    given = {"model": str(TINY_MODEL), "reward_funcs": rewards, "peft_config": adapter}
+    given |= {"args": config, "train_dataset": helpers.make_prompts(4)}
+    require_startable(**given)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    with nullcontext() if words is None else pytest.raises(ValueError, match=words):
+        require_startable(**given)
+
+
+def test_a_server_is_not_started_by_a_process_of_zero_3():
+    fields = {"fsdp": None, "vllm_server_base_url": None, "vllm_server_base_urls": None, "use_vllm": True}
+    fields |= {"vllm_mode": "server", "deepspeed_plugin": SimpleNamespace(zero_stage=3)}
+    server = ServerArguments(serve="auto")
+    require_servable(server, SimpleNamespace(**fields, deployment_scheme=None))
+    with pytest.raises(ValueError, match="which ZeRO-3 cannot: start it by dc-trl serve --scheme fp8"):
+        require_servable(server, SimpleNamespace(**fields, deployment_scheme="fp8"))
+
+
+@pytest.mark.long
+def test_a_run_that_saves_shards_leaves_a_model(tmp_path):
+    """`SHARDED_STATE_DICT` is what accelerate saves under FSDP2 where nothing is said."""
+    launch = [*LAUNCHERS["FSDP"], "--fsdp_state_dict_type", "SHARDED_STATE_DICT", "scripts/train.py"]
+    options = {"config": "configs/quickstart.yaml", "max_steps": 2, "save_steps": 2, "eval_size": 0}
+    options |= {"output_dir": tmp_path / "run", "per_device_train_batch_size": 16}
+    succeed([*launch, *(f"--{name}={value}" for name, value in options.items())], timeout=600)
+    assert not list((tmp_path / "run" / "checkpoint-2").glob("*.safetensors"))
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
+    served = load_file(tmp_path / "run" / "deployment" / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    torch.testing.assert_close(policy.state_dict()[name].to(torch.bfloat16), served[name], rtol=0, atol=0)
 
 
 # --- with a real vLLM server ----------------------------------------------------------------------------------------

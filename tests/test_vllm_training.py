@@ -36,6 +36,7 @@ from .helpers import (
     at_server,
     completion_logits,
     logged,
+    make_prompts,
     make_tokenizer,
     succeed,
 )
@@ -62,6 +63,25 @@ def test_every_step_samples_with_the_present_weights(fp8_server, tmp_path):
     assert len(set(logged(trainer, "lagrangian/lambda"))) > 1
     for present, stale in sampled_by.gaps:
         assert stale > 3 * present
+
+
+def test_the_best_weights_reach_the_server_when_they_are_loaded_at_the_end(fp8_server, tmp_path):
+    calls = []
+
+    def falling(completions, **kwargs):
+        calls.append(completions)
+        return [index % 2 - float(len(calls)) for index in range(len(completions))]
+
+    of_steps = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    options = {"reward": falling, "max_steps": 4, "learning_rate": 3e-3, "eval_dataset": make_prompts(4)}
+    trainer = make_trainer(fp8_server.url, tmp_path, **options | of_steps | best)
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    trainer.evaluate()
+    served = complete(fp8_server.url, PROMPTS, max_tokens=16)
+    last = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4", dtype=torch.float32)
+    assert mean_gap(served, last, "fp8") > 3 * mean_gap(served, trainer.model, "fp8")
 
 
 def test_an_adapter_reaches_the_server(fp8_server, tmp_path):

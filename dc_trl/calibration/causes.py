@@ -10,11 +10,8 @@ which is the mean, over all orders of removing the causes one after another, of 
 absolute difference and does not add up, so what a cause takes away depends on what was removed before it. The mean
 over all orders prefers none. The shares and the unexplained rest v(N) add up to v(∅) = δ̄ by construction.
 
-The floor is what any other order of summation gives, with the same weights in the same formats. Two engines add up
-the products of a linear layer in different orders, and their float32 sums differ by some 1e-7 of themselves. Few of
-the sums are rounded to another bfloat16 number because of that. But where the next layer rounds its input to FP8 or
-INT8 once more, and where many layers follow, these few move the probabilities by as much as the format does. No
-alignment of formats goes below that floor, only equal kernels do.
+The floor is what another order of summation gives, with the same weights in the same formats (docs/calibration.md). No
+alignment of formats goes below it, only equal kernels do.
 """
 
 import copy
@@ -196,14 +193,10 @@ def disturb(policy: Policy, seed: int) -> None:
 
 
 def in_another_order(output: Tensor, generator: torch.Generator) -> Tensor:
-    """Return rounded sums as another order of summation might have given them.
+    """Return rounded sums, bfloat16 of any shape, as another order of summation might have given them.
 
     The sums themselves are gone. So where each lay between the bounds of its rounding is drawn uniformly, it is moved
     by a relative 1e-7·N(0, 1), and it is rounded again.
-
-    Args:
-        output: any shape, bfloat16.
-        generator: of the draws, on the same device.
     """
     significand, exponent = torch.frexp(output.float())  # the former within [0.5, 1)
     place = torch.rand(output.shape, generator=generator, device=output.device) - 0.5  # in units of the last bit
@@ -213,12 +206,7 @@ def in_another_order(output: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def recommend(split: Split, kl: Estimate) -> list[str]:
-    """Return settings for the large parts of δ̄, the largest part first, each with its reason.
-
-    Args:
-        split: δ̄ by its causes.
-        kl: KL(π_inf ‖ π_train) of the engine, in nats.
-    """
+    """Return settings for the large parts of δ̄, the largest first, with reasons; `kl` is KL(π_inf ‖ π_train), nats."""
     if kl.high < NO_REMEDY_IN_STEP:
         return [
             f"Nothing is needed: KL(π_inf ‖ π_train) is {kl.value:.1e} nats, at most {kl.high:.1e}, and below "
@@ -231,10 +219,8 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
     through = "train_through_quantization: true (recipe: format, or recipe: both where weights lag too)"
     kept = f"An engine that adds up in another order than training keeps {floor:.2g}, whatever is set."
     if causes >= _LARGE * whole and floor >= whole / 2:
-        found.append(
-            f"{of_format}, but another order of the float32 sums alone gives {floor / whole:.0%}: train as usual. "
-            f"{through} helps little. {kept}"
-        )
+        order = f"another order of the float32 sums alone gives {floor / whole:.0%}"
+        found.append(f"{of_format}, but {order}: train as usual. {through} helps little. {kept}")
     elif causes >= _LARGE * whole:
         advice = f"{of_format}: set {through}. The training forward is then the deployed one; {rest:.2g} is left."
         if rest < floor / 2 and floor >= _LARGE * whole:  # the engine has the kernels of training

@@ -27,9 +27,8 @@ def calibrate(
     """Measure how far engines are from the model that is trained, and propose the tolerance ε.
 
     Each engine samples completions of the same prompts from the whole distribution, and the model scores their tokens
-    as TRL's trainer would. ε follows by the rule of `dc_trl.constraint.tolerance.proposed_tolerance` from δ̄ over
-    generation batches of the run's size, which are drawn from the given prompts, each prompt with all its completions.
-    Where an engine's scheme is known, `dc_trl.calibration.causes` splits its δ̄ into causes.
+    as TRL's trainer would. ε follows by `dc_trl.constraint.tolerance.proposed_tolerance` from δ̄ of generation batches
+    of the given prompts. Where an engine's scheme is known, `dc_trl.calibration.causes` splits its δ̄ into causes.
 
     Args:
         model: the model that is trained, in its training precision.

@@ -86,8 +86,7 @@ def look(
         name: name of the model on the server.
         policy: the policy in its training precision; its layers add up in another order from now on.
         prompts: token ids, at least two prompts.
-        named: number of most probable tokens that the server names at each position, at least 1; where the policy's
-            vocabulary has no more, this is the whole distribution.
+        named: number of most probable tokens that the server names at each position, at least 1.
         settings: for `max_tokens`, `measure`, `reduction`, `bf16` and `seed`.
         passes: number of other orders of sums that are tried for the floor.
 

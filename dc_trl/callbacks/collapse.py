@@ -132,12 +132,10 @@ def _condition(holds: Callable[[float], bool], limit: float) -> _Rule:
 class CollapseMonitor:
     """Watches the logged metrics of a run for a collapse; each signal rings once.
 
-    A *log* is one call of :meth:`update`. The rules, with what they were tried on, are the table of docs/metrics.md.
-    They look at the running median of the last ``window`` logs, and must hold in ``window`` successive logs: spikes
-    of fewer than ``window`` / 2 logs do not ring, and a lasting change is known about 1.5 windows after it. A log in
-    which a metric is missing, None or NaN does not count for that metric.
-
-    Its state is a function of the logs: to continue a run, pass its logs again.
+    A *log* is one call of :meth:`update`. The rules (docs/metrics.md) look at the running median of the last
+    ``window`` logs, and must hold in ``window`` successive logs: spikes of fewer than ``window`` / 2 logs do not ring,
+    and a lasting change is known about 1.5 windows after it. A log in which a metric is missing, None or NaN does not
+    count for that metric. To continue a run, pass its logs again.
 
     Args:
         window: logs of the running median, at least 3.
@@ -266,12 +264,10 @@ class CollapseAlarmCallback(TrainerCallback):
                     self._trainer.exports_at_end = False  # nobody should serve what has collapsed
                 if state.is_world_process_zero:
                     saved = checkpoints(self._trainer.args.output_dir)
-                    good = [str(folder) for step, folder in saved.items() if step < alarm.sound_until]
-                    way_back = "no checkpoint from before the trouble is there to go back to."
-                    if good:
-                        self.last_good = good[0]
-                        way_back = f"go back with resume_from_checkpoint={self.last_good!r}."
-                    message += f" Training stops; {way_back}"
+                    good = (str(folder) for step, folder in saved.items() if step < alarm.sound_until)
+                    self.last_good = next(good, self.last_good)
+                    way_back = f"go back with resume_from_checkpoint={self.last_good!r}" if self.last_good else None
+                    message += f" Training stops; {way_back or 'no checkpoint is from before the trouble'}."
             if state.is_world_process_zero:
                 logger.warning(message)
             # TRL's log() would also write the metrics of the present step, which are not complete yet.

@@ -21,14 +21,10 @@ PERIOD_PER_SURGE_STEP = 1.8
 
 
 class SurgeDetector:
-    """Finds online the step at which the responses become abruptly longer.
+    """Finds online the step at which the responses become abruptly longer; the rule is ours.
 
-    The LR paper reads it off its curves (mean length 1000 → 3000–4000 tokens near step 90–110). The rule is ours:
-
-        The surge is the first step at which the running median over 9 steps, centred on it, reaches 2 × the median of
-        the up to 80 steps before those 9.
-
-    A surge is known 4 steps after it happened. docs/corrections.md shows the rule on synthetic curves, and its limits.
+    The surge is the first step at which the running median over 9 steps, centred on it, reaches 2 × the median of the
+    up to 80 steps before those 9. It is known 4 steps later. docs/corrections.md shows the rule and its limits.
 
     Attributes:
         step: number of updates so far, which is the 1-based step of the last one.
@@ -89,11 +85,8 @@ class LengthDecaySchedule(LRScheduler):
     ``decay_period`` may be set once, at any time. Halvings fall on the multiples of the period, counted from the first
     optimizer step; multiples up to the step that comes next are left out.
 
-    Call :meth:`step` once per optimizer step, as the trainers of Transformers and TRL do. In a loop of your own, do
-    not give the schedule to ``Accelerator.prepare``: its wrapper steps once per *process*.
-
-    Attributes:
-        detector: the [`SurgeDetector`], whose `surge_step` is None until the lengths have surged.
+    Call :meth:`step` once per optimizer step. In a loop of your own, do not give the schedule to
+    ``Accelerator.prepare``: its wrapper steps once per *process*.
 
     Args:
         optimizer: its groups' learning rates are η_0.
@@ -178,8 +171,7 @@ class LengthDecayCallback(TrainerCallback):
     the scheduler that `lr_scheduler_type` names.
 
     Without `decay_period`, the schedule observes the response lengths that the trainer logs, and the period becomes
-    1.8 × the step of their surge. Use `logging_steps=1`. A log of several steps holds their mean, which stands for
-    each of them: the surge is then known to within `logging_steps`, and from 5 on one extreme batch can look like it.
+    1.8 × the step of their surge. Use `logging_steps=1`: with 5 or more, one extreme batch can look like a surge.
     The period is logged once, as `length_decay/period`, and the surge that it comes from as `length_decay/surge_step`.
 
     Args:

@@ -141,7 +141,10 @@ class HubClient:
         if path_in_repo is None:
             files, prefix = run_files(folder, self._with_deployment), ""
             # Shards of an earlier push, which may have had other names, would be loaded as the model's weights.
-            replaced = [*_WEIGHTS, *([f"{DEPLOYMENT_FOLDER}/*"] if self._with_deployment else [])]
+            replaced = [
+                *(_WEIGHTS if {*filter_repo_objects(files, allow_patterns=[*_WEIGHTS])} else ()),
+                *([f"{DEPLOYMENT_FOLDER}/*"] if self._with_deployment else []),
+            ]
         else:
             found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
             files, prefix = sorted(filter_repo_objects(found, ignore_patterns=_NOT_TO_RESUME)), f"{path_in_repo}/"

@@ -86,8 +86,7 @@ class VLLMServer:
     The server ends with this process, however it ends. Use it as a context manager, or call `start` and `stop`.
 
     Args:
-        model: directory or Hub id of the model to serve; for a quantized deployment, the directory of a checkpoint
-            that `CheckpointWriter` wrote.
+        model: directory or Hub id of the model to serve, for example what `CheckpointWriter` wrote.
         name: model name that clients use, by default `model`.
         host: address to listen on. Training uses development endpoints, through which anyone who reaches them can run
             the engine's methods, with or without an API key. Keep the loopback address unless the network is closed.

@@ -64,3 +64,13 @@ def require_division(args: Any) -> None:
             )
         # PyTorch's FSDP2 runs with gloo as with NCCL, and nothing that accelerate does with this type needs a GPU.
         state.distributed_type = DistributedType.MULTI_GPU
+
+
+def require_whole_models(args: Any, rewards: bool, reference: bool) -> None:
+    """Refuse reward models, or a reference model, that would be zeros on all processes of a host but one."""
+    sharding, loads = sharding_of(args), os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower()
+    if sharding.kind == "FSDP" and loads in ("true", "1") and (rewards or (reference and sharding.is_fsdp2)):
+        raise ValueError(
+            "fsdp_cpu_ram_efficient_loading: true loads weights in one process of a host, and only the policy's get "
+            f"to the others, not {'reward models' if rewards else 'the reference model (beta)'}: set it to false."
+        )

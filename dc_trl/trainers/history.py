@@ -22,8 +22,7 @@ logger = logging.get_logger(__name__)
 class HistoryCallback(TrainerCallback):
     """Keeps settings and history of a run, with λ and discrepancy, and a figure of them in the output directory.
 
-    [`~dc_trl.DCGRPOTrainer`] adds this callback itself if `export_run` is set. Pass one to replace it by one with your
-    own settings, or to use it with other trainers.
+    [`~dc_trl.DCGRPOTrainer`] adds one itself if `export_run` is set, which one of yours replaces.
 
     When training begins, `settings.json` is written with the settings that differ from `DCGRPOConfig`'s defaults,
     without tokens and keys. Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that

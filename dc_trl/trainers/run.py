@@ -131,6 +131,8 @@ class RunTrainer(SamplingTrainer):
         if self.exports_at_end:
             on_main_process(self._require_exportable)
         output = super().train(checkpoint, *args, **kwargs)
+        if self.args.load_best_model_at_end:
+            self.sampler.start_again()  # vLLM still holds the last weights
         if self.exports_at_end:
             self._export(self.args.output_dir)
         return output

@@ -9,6 +9,7 @@ from trl import ModelConfig
 from ..config import DCGRPOConfig
 from ..settings.configuration import ConfigurationParser
 from ..settings.contradictions import require_effect
+from ..settings.distribution import sharding_of
 from ..settings.fields import own_fields, require_fields, setting
 from ..settings.paths import shipped
 from ..settings.ranges import COUNT
@@ -120,4 +121,9 @@ def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
             f"serve={server.serve!r} starts a server that nothing uses with use_vllm={args.use_vllm}, vllm_mode="
             f"{args.vllm_mode!r} and the address {named!r}: leave serve out, or set use_vllm=true, vllm_mode=server "
             "and no address."
+        )
+    if server.serve is not None and sharding_of(args) == ("DEEPSPEED", 3) and args.deployment_scheme is not None:
+        raise ValueError(
+            f"serve={server.serve!r} loads the model in one process, which ZeRO-3 cannot: start it by dc-trl serve "
+            f"--scheme {args.deployment_scheme}, and give its address in vllm_server_base_url."
         )
