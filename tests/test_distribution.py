@@ -182,8 +182,8 @@ def test_what_needs_whole_parameters_is_refused_before_the_accelerator_is_built(
 @pytest.mark.parametrize(
     ("version", "rewards", "beta", "adapter", "words"),
     [
-        ("2", distinct_characters, 0.1, None, r"not the reference model \(beta\): set it to false"),
-        ("1", [distinct_characters, str(TINY_MODEL)], 0.0, None, "not reward models: set it to false"),
+        ("2", distinct_characters, 0.1, None, r"but not of the reference model \(beta\): set it to false"),
+        ("1", [distinct_characters, str(TINY_MODEL)], 0.0, None, "but not of a reward model: set it to false"),
         ("2", distinct_characters, 0.1, LoraConfig(), None),  # whose reference is the base
         ("1", distinct_characters, 0.1, None, None),  # accelerate synchronizes all that FSDP1 wraps
     ],
@@ -205,7 +205,7 @@ def test_a_server_is_not_started_by_a_process_of_zero_3():
     fields = {"fsdp": None, "vllm_server_base_url": None, "vllm_server_base_urls": None, "use_vllm": True}
     fields |= {"vllm_mode": "server", "deepspeed_plugin": SimpleNamespace(zero_stage=3)}
     server = ServerArguments(serve="auto")
-    require_servable(server, SimpleNamespace(**fields, deployment_scheme=None))
+    require_servable(server, SimpleNamespace(**fields, deployment_scheme="bf16"))  # the server loads the model itself
     with pytest.raises(ValueError, match="which ZeRO-3 cannot: start it by dc-trl serve --scheme fp8"):
         require_servable(server, SimpleNamespace(**fields, deployment_scheme="fp8"))
 

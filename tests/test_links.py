@@ -88,7 +88,12 @@ def test_links_to_folders_in_the_place_of_checkpoint_and_deployment_are_replaced
         assert not (run / name).is_symlink()
         assert os.listdir(outside / name) == ["config.json"]
         assert (outside / name / "config.json").read_text() == "mine"
-    assert sorted(path.name for path in run.iterdir()) == ["README.md", "checkpoint-1", "deployment", "earlier-checkpoint-1"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "README.md",
+        "checkpoint-1",
+        "deployment",
+        "earlier-checkpoint-1",
+    ]
 
 
 def test_an_output_directory_may_be_a_link(tmp_path):

@@ -71,6 +71,6 @@ def require_whole_models(args: Any, rewards: bool, reference: bool) -> None:
     sharding, loads = sharding_of(args), os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower()
     if sharding.kind == "FSDP" and loads in ("true", "1") and (rewards or (reference and sharding.is_fsdp2)):
         raise ValueError(
-            "fsdp_cpu_ram_efficient_loading: true loads weights in one process of a host, and only the policy's get "
-            f"to the others, not {'reward models' if rewards else 'the reference model (beta)'}: set it to false."
+            "fsdp_cpu_ram_efficient_loading: true loads weights in one process of a host. The others get those of the "
+            f"policy, but not of {'a reward model' if rewards else 'the reference model (beta)'}: set it to false."
         )

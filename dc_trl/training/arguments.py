@@ -122,7 +122,8 @@ def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
             f"{args.vllm_mode!r} and the address {named!r}: leave serve out, or set use_vllm=true, vllm_mode=server "
             "and no address."
         )
-    if server.serve is not None and sharding_of(args) == ("DEEPSPEED", 3) and args.deployment_scheme is not None:
+    quantizes = args.deployment_scheme not in (None, "bf16")
+    if server.serve is not None and quantizes and sharding_of(args) == ("DEEPSPEED", 3):
         raise ValueError(
             f"serve={server.serve!r} loads the model in one process, which ZeRO-3 cannot: start it by dc-trl serve "
             f"--scheme {args.deployment_scheme}, and give its address in vllm_server_base_url."

@@ -55,7 +55,7 @@ def run(
         # The last trained weights must not be taken for the run's result.
         way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
         return f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}."
-    if trainer.is_fsdp_enabled:  # shards, for which accelerate's default is meant, are no model
+    if trainer.is_fsdp_enabled:  # accelerate's default of FSDP2 saves shards, which are no model
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     # A user's call of save_model would push before there is a summary.
     trainer.save_model(trainer.args.output_dir, _internal_call=True)
