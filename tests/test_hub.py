@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import shutil
 import sys
 import zipfile
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.hub.push import _ABSOLUTE, run_files
 from dc_trl.quantization.checkpoint import write_deployable
+from dc_trl.training.run import _publish
 
 from .helpers import ROOT, TINY_MODEL, distinct_characters, load_script, make_config, make_prompts
 
@@ -193,6 +195,23 @@ def test_a_plain_trainer_pushes_what_there_is(hub, tmp_path):
     names = {name for name in hub.files[f"{USER}/run"] if name.endswith(".safetensors")}
     assert "model.safetensors" not in names
     assert len(names) > 1
+    # Where there are no new ones, those that are there stay.
+    for file in folder.glob("model*"):
+        file.unlink()
+    trainer.push_to_hub()
+    assert names <= hub.files[f"{USER}/run"].keys()
+
+
+def test_the_command_after_a_failed_push_sends_the_files_of_a_push(hub, tmp_path):
+    trainer = make_trainer(tmp_path / "run", push_to_hub=True, hub_model_id=f"{USER}/run")
+    trainer.train()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    hub.refusal = httpx.HTTPError("told to answer 403")
+    message = _publish(trainer, None)
+    begin, *words = shlex.split(message.partition("Push it later: ")[2])
+    assert [begin, *words[:4]] == ["hf", "upload", f"{USER}/run", str(tmp_path / "run"), "."]
+    assert words[4::2] == ["--include"] * len(RUN | CHECKPOINT)
+    assert set(words[5::2]) == RUN | CHECKPOINT
 
 
 def test_a_deployment_in_several_files_is_pushed_whole(hub, tmp_path, monkeypatch):
