@@ -1,5 +1,6 @@
 """The study: which runs it makes, what is kept of them, and what it calls a difference."""
 
+import json
 import math
 import os
 import re
@@ -34,6 +35,7 @@ from dc_trl.training.arguments import RunArguments
 from .helpers import ROOT, TINY_MODEL, load_script, make_config, succeed
 
 
+asynchronous = load_script("study/asynchronous")
 sorting = load_script("sorting")
 word_lists = load_script("word_lists")
 
@@ -498,7 +500,8 @@ def test_every_cell_is_a_configuration(tmp_path):
 def test_the_page_is_what_its_raw_lines_say():
     """Every table of a sweep in scripts/study/RESULTS.md has values of columns of the table made again from
     docs/study.jsonl, that of the runs that were made twice those of docs/study_again.jsonl beside it, and those of the
-    second part that of its own lines. A section without such a table has the accuracies."""
+    second part and of the asynchronous trainer those of their own lines. A section without such a table has the
+    accuracies."""
     page = (ROOT / "scripts" / "study" / "RESULTS.md").read_text()
     found = lines_of_sweeps(load_study(), read_lines(ROOT / "docs" / "study.jsonl"))
     tables = {sweep.sweep.name: sweep.table() for sweep in found}
@@ -512,6 +515,8 @@ def test_the_page_is_what_its_raw_lines_say():
     made = [each for each in asked if any(each.lines.values())]
     tables |= {each.sweep.name: each.table() for each in made if each.sweep.pairs or each.sweep.name in shown}
     tables["pairs"] = pairs_table(asked)
+    of_asynchronous = (ROOT / "scripts" / "study" / "asynchronous.jsonl").read_text().splitlines()
+    tables["asynchronous"] = asynchronous.table([json.loads(line) for line in of_asynchronous])
     assert {"headline", "headline, compared"} <= shown.keys()
     for name, text in shown.items():
         head, rows = tables[name]
