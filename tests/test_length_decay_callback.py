@@ -112,7 +112,7 @@ def test_a_run_and_its_schedule_start_at_the_same_step(tmp_path):
     trainer.train()
     with pytest.raises(ValueError, match="starts at step 0 and its learning rate schedule at step 4"):
         trainer.train()
-    # TRL's trainer resumes without a scheduler; ours does not come so far.
+    # The refused training has set the checkpoints aside. TRL's trainer resumes without a scheduler; ours refuses before.
     for kind, refusal in (
         (GRPOTrainer, "starts at step 2 and its learning rate schedule at step 0"),
         (DCGRPOTrainer, r"checkpoint-2' holds no optimizer \(save_only_model=true"),
@@ -120,4 +120,4 @@ def test_a_run_and_its_schedule_start_at_the_same_step(tmp_path):
         trainer = make_trainer(tmp_path, kind)
         trainer.add_callback(LengthDecayCallback(trainer, decay_period=2))
         with pytest.raises(ValueError, match=refusal):
-            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+            trainer.train(resume_from_checkpoint=str(tmp_path / "earlier-checkpoint-2"))
