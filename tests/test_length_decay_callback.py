@@ -112,7 +112,7 @@ def test_a_run_and_its_schedule_start_at_the_same_step(tmp_path):
     trainer.train()
     with pytest.raises(ValueError, match="starts at step 0 and its learning rate schedule at step 4"):
         trainer.train()
-    # The refused training has set the checkpoints aside. TRL's trainer resumes without a scheduler; ours refuses before.
+    # The refused training has set the checkpoints aside. TRL resumes without a scheduler; ours refuses before that.
     for kind, refusal in (
         (GRPOTrainer, "starts at step 2 and its learning rate schedule at step 0"),
         (DCGRPOTrainer, r"checkpoint-2' holds no optimizer \(save_only_model=true"),
