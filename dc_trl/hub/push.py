@@ -142,7 +142,7 @@ class HubClient:
             files, prefix = run_files(folder, self._with_deployment), ""
             # Shards of an earlier push, which may have had other names, would be loaded as the model's weights.
             replaced = [
-                *(_WEIGHTS if {*filter_repo_objects(files, allow_patterns=[*_WEIGHTS])} else ()),
+                *(_WEIGHTS if any(filter_repo_objects(files, allow_patterns=[*_WEIGHTS])) else ()),
                 *([f"{DEPLOYMENT_FOLDER}/*"] if self._with_deployment else []),
             ]
         else:

@@ -81,7 +81,6 @@ def resumable_checkpoint(wanted: str | PathLike[str] | bool | None, output_dir: 
     if word == "auto":
         if passed_over:
             logger.warning(f"output_dir={str(output_dir)!r} {state}.")
-        set_aside_later(output_dir, None)
         return None
     raise ValueError(
         f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} {state}. To start again, leave "

@@ -154,7 +154,7 @@ class Checkpoints(TrainerCallback):
         """Make the empty folder of a checkpoint that is about to be saved."""
         replace_folder_link(Path(folder))
         if self._trainer.args.should_save and os.path.isdir(folder):
-            # It is from an abandoned run or an interrupted save, whose files must never be mixed with new ones.
+            # It is from an interrupted save of this step, whose files must never be mixed with new ones.
             shutil.rmtree(folder)
         self._trainer.accelerator.wait_for_everyone()
         os.makedirs(folder, exist_ok=True)

@@ -7,7 +7,7 @@ from ..config import DCGRPOConfig
 from ..files import lock_output
 from ..hub.push import HubClient
 from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
-from ..resuming.checkpoints import checkpoints, resumable_checkpoint
+from ..resuming.checkpoints import checkpoints, resumable_checkpoint, set_aside_later
 
 
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
@@ -30,9 +30,11 @@ def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
     output_dir = Path(args.output_dir)
     stack.enter_context(lock_output(output_dir))
     checkpoint = resumable_checkpoint(args.resume_from_checkpoint, output_dir)
+    if anew := checkpoint is None and str(args.resume_from_checkpoint).lower() == "auto":
+        set_aside_later(output_dir, None)
     # The checkpoint of another run is continued in a directory that holds none.
     if checkpoint is None or Path(checkpoint).resolve().parent != output_dir.resolve():
-        _require_no_run(output_dir, anew=str(args.resume_from_checkpoint).lower() == "auto")
+        _require_no_run(output_dir, anew)
     if args.push_to_hub:
         name = args.hub_model_id or output_dir.absolute().name
         HubClient(args).create_repo(name, private=args.hub_private_repo)
