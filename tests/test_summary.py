@@ -66,7 +66,7 @@ def test_the_last_steps_are_logged_where_an_evaluation_follows_them(tmp_path):
         assert run.history[-1]["step"] == 3
         seconds = sum(value for row in run.history for name, value in row.items() if name.startswith("time/"))
         (whole,) = run.series("train_runtime").values
-        assert seconds == pytest.approx(whole, rel=0.1)
+        assert seconds >= whole - 1e-3  # the clock starts before transformers' own, whose figure is rounded
     assert rewards[1].steps == [1, 2, 3]
     assert rewards[10] == ([3], [pytest.approx(sum(rewards[1].values) / 3)])
     assert not any("Nothing was learned" in line or "not measured" in line for line in verdict_of(run).lines)
