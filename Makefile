@@ -63,8 +63,8 @@ study: $(READY)
 gpu-check: $(READY)
 	$(BIN)/dc-trl doctor $(ARGS)
 
-# Models of the study that do not ship: another architecture and task, and a mixture of experts. Three minutes each.
-study-models: runs/study/models/llama_sorting runs/study/models/llama_sorting_taught runs/study/models/qwen3_long_sorting runs/study/models/qwen3_moe_arithmetic
+# Models of the study that do not ship: another architecture and other tasks, and a mixture of experts. Three minutes each.
+study-models: runs/study/models/llama_sorting runs/study/models/llama_sorting_taught runs/study/models/qwen3_long_sorting runs/study/models/qwen3_moe_arithmetic runs/study/models/qwen3_counting
 
 runs/study/models/llama_sorting: | $(READY)
 	$(BIN)/python scripts/make_tiny_model.py --architecture llama --task sorting --output_dir $@
@@ -81,6 +81,9 @@ runs/study/models/qwen3_small: | $(READY)
 
 runs/study/models/qwen3_moe_arithmetic: | $(READY)
 	$(BIN)/python scripts/make_tiny_model.py --architecture qwen3_moe --output_dir $@
+
+runs/study/models/qwen3_counting: | $(READY)
+	$(BIN)/python scripts/make_tiny_model.py --task counting --target 0.9 --output_dir $@
 
 # Tests that need a vLLM server run one after the other, beside those that do not; $(2) says in how many processes these.
 # pytest exits with 5 where ARGS leave it no test.

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from sorting import LONG, sorting_problems
+from study.counting import counting_problems, counts_on
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -75,18 +76,23 @@ Made by `python scripts/make_tiny_model.py --task {task} --architecture {archite
 
 
 class Task(NamedTuple):
-    """What a model is taught: problems by (how many, seed, split), and the most tokens of an answer."""
+    """What a model is taught: problems by (how many, seed, split), the most tokens of an answer, and what is right.
+
+    `written` problems are for reinforcement learning, where no data set of the package has them.
+    """
 
     problems: Callable[[int, int, Split], list[Problem]]
     max_new_tokens: int
+    reward: Callable[[list[str], list[str]], list[float | None]] = arithmetic_reward
+    written: int = 16384
 
 
 TASKS = {
     "arithmetic": Task(arithmetic_problems, 48),
     "sorting": Task(sorting_problems, 48),
     "long_sorting": Task(partial(sorting_problems, digits=LONG), 96),
+    "counting": Task(counting_problems, 80, counts_on, 4096),
 }
-TO_WRITE = 16384  # problems of a task that no data set of the package has, for reinforcement learning
 
 # What differs between architectures of one size.
 ARCHITECTURES: dict[str, dict[str, int]] = {
@@ -167,14 +173,13 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: float, seed: int, task: str) -> int:
+def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: float, seed: int, task: Task) -> int:
     """Supervised training on worked problems until `target` of the held-out ones are right; returns the steps taken.
 
     The loss covers the completion and its end.
     """
-    problems, max_new_tokens = TASKS[task]
-    taught = problems(MAX_STEPS * BATCH_SIZE, seed, "train")
-    held_out = problems(CHECKED_PROBLEMS, 1, "held_out")
+    taught = task.problems(MAX_STEPS * BATCH_SIZE, seed, "train")
+    held_out = task.problems(CHECKED_PROBLEMS, 1, "held_out")
     rate = LEARNING_RATE * SIZES["tiny"].hidden_size / model.config.hidden_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     # No decay: it makes the samples so alike that reinforcement learning finds nothing to choose from.
@@ -203,10 +208,10 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: fl
         if step >= FIRST_CHECK and step % CHECK_EVERY == 0:
             # Most of the checks are far from the target, which a fifth of the problems shows in a fifth of the time.
             fifth = CHECKED_PROBLEMS // 5
-            some, _ = accuracy(model, tokenizer, held_out[:fifth], max_new_tokens)
+            some, _ = accuracy(model, tokenizer, held_out[:fifth], task)
             if some < target / 2:
                 continue
-            others, _ = accuracy(model, tokenizer, held_out[fifth:], max_new_tokens)
+            others, _ = accuracy(model, tokenizer, held_out[fifth:], task)
             greedy = round(some * fifth + others * (CHECKED_PROBLEMS - fifth)) / CHECKED_PROBLEMS
             print(f"step {step:4d}  loss {loss.item():.3f}  greedy {greedy:.1%}", flush=True)
             if greedy >= target:
@@ -221,7 +226,7 @@ def accuracy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     problems: list[Problem],
-    max_new_tokens: int,
+    task: Task,
     samples: int = 0,
 ) -> tuple[float, float]:
     """Mean share of right answers and share of problems solved at least once; one greedy answer if `samples` is 0."""
@@ -233,10 +238,10 @@ def accuracy(
         batch = tokenizer.pad(
             {"input_ids": [prompt_ids(tokenizer, problem) for problem in chunk]}, return_tensors="pt"
         ).to(model.device)
-        output = model.generate(**batch, max_new_tokens=max_new_tokens, **options)
+        output = model.generate(**batch, max_new_tokens=task.max_new_tokens, **options)
         texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         answers = [problem.answer for problem in chunk for _ in range(samples or 1)]
-        right = torch.tensor(arithmetic_reward(texts, answers)).view(len(chunk), -1)
+        right = torch.tensor(task.reward(texts, answers)).view(len(chunk), -1)
         mean += right.mean(1).sum().item()
         best += right.amax(1).sum().item()
     return mean / len(problems), best / len(problems)
@@ -256,18 +261,18 @@ def main() -> None:
     if args.output_dir.is_file() or (args.output_dir.is_dir() and any(args.output_dir.iterdir())):
         sys.exit(f"error: output_dir={str(args.output_dir)!r} is taken: choose another one.")
 
+    task = TASKS[args.task]
     start = time.perf_counter()
     torch.set_num_threads(2)
     set_seed(args.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, args.architecture, args.size).to(args.device)
-    steps = train(model, tokenizer, args.target, args.seed, args.task)
+    steps = train(model, tokenizer, args.target, args.seed, task)
     seconds = time.perf_counter() - start
 
-    draw, max_new_tokens = TASKS[args.task]
-    problems = draw(args.problems, 0, "held_out")
-    greedy, _ = accuracy(model, tokenizer, problems, max_new_tokens)
-    sampled, best = accuracy(model, tokenizer, problems, max_new_tokens, samples=8)
+    problems = task.problems(args.problems, 0, "held_out")
+    greedy, _ = accuracy(model, tokenizer, problems, task)
+    sampled, best = accuracy(model, tokenizer, problems, task, samples=8)
     example = problems[0]
     card = CARD.format(
         task=args.task,
@@ -290,7 +295,7 @@ def main() -> None:
     tokenizer.save_pretrained(args.output_dir)
     (args.output_dir / "README.md").write_text(card)
     if args.task != "arithmetic":
-        written = draw(TO_WRITE, 2, "held_out")
+        written = task.problems(task.written, 2, "held_out")
         rows = [{"prompt": problem.question, "answer": problem.answer} for problem in written]
         (args.output_dir / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(
