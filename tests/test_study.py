@@ -36,6 +36,7 @@ from .helpers import ROOT, TINY_MODEL, load_script, make_config, succeed
 
 
 asynchronous = load_script("study/asynchronous")
+counting = load_script("study/counting")
 sorting = load_script("sorting")
 word_lists = load_script("word_lists")
 
@@ -440,6 +441,24 @@ def test_digits_are_sorted_step_by_step(lengths):
             left = left.replace(min(left), "", 1)
         assert left == ""
     assert arithmetic_reward([problem.solution for problem in problems], [p.answer for p in problems]) == [1.0] * 200
+
+
+def test_counting_on_is_graded_up_to_the_first_mistake():
+    texts = ["1235 1236", "1235 1237 1238", "", "1236", "1235 1236 ", " ".join(map(str, range(1235, 1251)))]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    start = ["1234"] * len(texts)
+    assert counting.right_successors(completions, start) == [2 / 16, 1 / 16, 0, 0, 2 / 16, 1]
+    assert counting.counts_on(texts, start) == [1, 0, 0, 0, 0, 1]
+
+
+def test_taught_and_held_out_numbers_to_count_on_from_are_different_ones():
+    taught, held_out = (counting.counting_problems(4096, 2, split) for split in ("train", "held_out"))
+    assert held_out == counting.counting_problems(4096, 2, "held_out")
+    assert len({problem.question for problem in held_out}) == 4096
+    assert {problem.question for problem in taught}.isdisjoint(problem.question for problem in held_out)
+    assert counting.counts_on([each.solution for each in taught], [each.answer for each in taught]) == [1.0] * 4096
+    terms = [len(each.solution.split()) for each in taught]
+    assert statistics.fmean(terms) == pytest.approx(1 / 0.6, rel=0.05)  # of the geometric distribution
 
 
 # --- the real model's task
