@@ -3,6 +3,7 @@
 import random
 
 from dc_trl.data.arithmetic import Problem, Split
+from dc_trl.grading.rewards import completion_text
 from dc_trl.settings.ranges import require_choice
 
 
@@ -38,17 +39,18 @@ def counting_problems(size: int, seed: int, split: Split) -> list[Problem]:
 
 def counts_on(completions: list[str], answer: list[str]) -> list[float]:
     """Return 1.0 for a completion of right successors only, else 0.0."""
-    written = [len(text.split(" ")) for text in completions]
     return [
-        float(_successors(text, int(start)) == terms)
-        for text, start, terms in zip(completions, answer, written, strict=True)
+        float(_successors(text, int(start)) == len(text.split(" ")))
+        for text, start in zip(completions, answer, strict=True)
     ]
 
 
 def right_successors(completions, answer, **kwargs) -> list[float]:
     """Return the share of `TERMS` numbers that follow the start one by one, up to the first mistake."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [_successors(text, int(start)) / TERMS for text, start in zip(texts, answer, strict=True)]
+    return [
+        _successors(completion_text(completion), int(start)) / TERMS
+        for completion, start in zip(completions, answer, strict=True)
+    ]
 
 
 def _successors(text: str, start: int) -> int:
