@@ -108,8 +108,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "by default shared memory (/dev/shm), for a server on the same machine.",
     )
     weight_sync_steps: Annotated[int, COUNT] = setting(
-        1,
-        "Optimizer steps after which new weights go to the engine. Above 1 its weights lag, and δ contains the lag.",
+        1, "Optimizer steps after which new weights go to the engine. Above 1 its weights lag, and δ contains the lag."
     )
     vllm_server_base_urls: list[str] | None = setting(
         None,
@@ -135,8 +134,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         'Where a push puts the deployment checkpoint: "subfolder", in deployment/ of hub_model_id; "none", nowhere.',
     )
     hub_base_model_id: str | None = setting(
-        None,
-        "Hub id of a base model that is loaded from a directory; a push writes it into model card and adapter.",
+        None, "Hub id of a base model that is loaded from a directory; a push writes it into model card and adapter."
     )
     length_aware_batches: bool = setting(
         True,

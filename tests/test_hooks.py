@@ -152,6 +152,7 @@ HOOKS: dict[str, str] = {
     "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod.process_weights_after_loading": (
         "(self, layer)"
     ),
+    "vllm.v1.attention.backends.cpu_attn._get_attn_isa": "(dtype, block_size, head_size, kv_cache_dtype)",
     "vllm.v1.engine.core_client.InprocClient.shutdown": "(self, timeout)",
     "vllm.v1.engine.core_client.InprocClient._finalizer": "= weakref.finalize(self, self.engine_core.shutdown)",
     "vllm.v1.worker.cpu_worker.CPUWorker.reload_weights": "(self, *args, **kwargs)",

@@ -15,6 +15,7 @@ from hypothesis.extra.numpy import arrays
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, GenerationConfig, GptOssConfig, Qwen3Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from dc_trl.quantization import attention
@@ -22,6 +23,7 @@ from dc_trl.quantization.fake_quantize import (
     ActivationQuantizer,
     compressed_weight,
     fake_quantize_weight,
+    multiply_numbers,
     round_to_float8,
 )
 from dc_trl.quantization.rounding import _with_late_rounding
@@ -97,6 +99,21 @@ def test_activations_by_token_are_bit_for_bit_those_of_vllm(preset, largest, dty
         exact = (value.float() * expected.reciprocal()).clamp(-448, 448)
         assert torch.equal(numbers, exact.to(torch.float8_e4m3fn).float())
     assert torch.equal(scale, expected.clamp(min=torch.finfo(torch.float32).tiny))
+
+
+@pytest.mark.parametrize("preset", ["FP8_DYNAMIC", "W8A8"])
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_products_of_numbers_are_exact_so_that_no_order_of_their_sums_matters(preset, kept):
+    """Beside sums of integers: E4M3's numbers are multiples of 2^-9, and float32 would round each partial sum."""
+    quantizer = ActivationQuantizer(preset_name_to_scheme(preset, ["Linear"]).input_activations)
+    activations, linear = awkward_activations(torch.float32), nn.Linear(256, 64, bias=False)
+    weight, scale = quantizer.quantize(torch.randn(64, 256))
+    linear.weight.data, linear.weight_scale = weight.to(kept), scale.flatten()
+    multiply_numbers(linear, quantizer)
+    numbers, token_scale = quantizer.quantize(activations)
+    sums = ((numbers * 512).long() @ (weight * 512).long().t()).double() / 512**2
+    with torch.no_grad():
+        assert torch.equal(linear(activations), sums.float() * token_scale * scale.flatten())
 
 
 # NVFP4 and MXFP8 from their specifications (OCP Microscaling Formats 1.0, tables 1 to 6; NVIDIA's NVFP4), in numpy.
@@ -481,7 +498,8 @@ def test_attention_is_the_models_own(config, options, block, monkeypatch):
 
 @pytest.mark.parametrize("in_tiles", [False, True])
 @pytest.mark.parametrize("width", [16, 32])
-def test_attention_rounds_the_weights_that_vllm_rounds(in_tiles, width, monkeypatch):
+@pytest.mark.parametrize("from_fp8_cache", [False, True])
+def test_attention_rounds_the_weights_that_vllm_rounds(in_tiles, width, from_fp8_cache, monkeypatch):
     """Beside one query after the other by hand: with AMX vLLM rounds exp(score - largest) for the product alone."""
     monkeypatch.setattr(attention, "_HAS_TILES", in_tiles)
     torch.manual_seed(0)
@@ -492,14 +510,18 @@ def test_attention_rounds_the_weights_that_vllm_rounds(in_tiles, width, monkeypa
     )
     mask = torch.full((5, 5), -torch.inf).triu(1).expand(2, 1, 5, 5)
     upstream = torch.randn(2, 5, 4, width // 2)
-    output, _ = attention.grouped_attention(nn.Module(), query, key, value, mask, scaling=2.0)
+    name = attention.with_fp8_cache(attention.NAME) if from_fp8_cache else attention.NAME
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+    output, _ = attend(nn.Module(), query, key, value, mask, scaling=2.0)
+    if from_fp8_cache:
+        key, value = map(attention.in_fp8_cache, (key, value))
     output.backward(upstream.bfloat16())
     expected, by_query = torch.empty(upstream.shape), torch.empty(query.shape)
     for batch, head, place in itertools.product(range(2), range(4), range(5)):
         keys, values = (x.detach()[batch, head // 2, : place + 1].double() for x in (key, value))
         scores = 2.0 * keys @ query.detach()[batch, head, place].double()
         powers = (scores - scores.max()).exp()
-        rounded = powers.bfloat16().double() if in_tiles and width == 32 else powers
+        rounded = powers.bfloat16().double() if in_tiles and width == 32 and not from_fp8_cache else powers
         row = rounded @ values / powers.sum()
         gradient = upstream.bfloat16()[batch, place, head].double()
         expected[batch, place, head] = row

@@ -217,7 +217,7 @@ def test_a_key_is_not_shown_in_the_servers_last_words(tmp_path):
     assert server.last_error() == "vllm: error: unrecognized arguments: (hidden) --nothing=x"
 
 
-def test_fp8_products_are_what_onednns_reference_gives():
+def test_on_amx_fp8_products_are_what_onednns_reference_gives_and_an_fp8_cache_is_read_without_tiles():
     """In a process of its own, where the operator's kernel is replaced; compiled too."""
     code = """
 import torch
@@ -233,6 +233,10 @@ assert cpu_reload._FP8_PRODUCTS is not None
 assert torch.equal(product(), before)
 assert torch.equal(torch.compile(product)(), before)
 assert torch.allclose(before, a.float() @ b.float().t(), rtol=1e-6, atol=1e-6)
+from vllm.v1.attention.backends import cpu_attn
+torch.cpu._is_amx_tile_supported = lambda: True
+chosen = [cpu_attn._get_attn_isa(torch.bfloat16, 32, 64, cache) for cache in ("auto", "fp8", "fp8_e4m3")]
+assert chosen == ["amx", "vec", "vec"]
 """
     succeed([sys.executable, "-c", code])
 

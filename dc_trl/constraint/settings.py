@@ -18,13 +18,8 @@ Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
 # Forms that push down each sampled token that differs, whichever engine gives it the larger probability.
 PUSHES = ("injected",)
-# λ_0 and λ_max by form. λ_0 of the injected form is the paper's, the others are those of docs/study.md; all λ_max are
-# ours.
-DEFAULT_MULTIPLIERS = {
-    "injected": (0.1, 1.0),
-    "quadratic": (2.0, 8.0),
-    "log_ratio": (0.5, 2.0),
-}
+# λ_0 and λ_max by form. The injected form's λ_0 is the paper's, the others are docs/study.md's; every λ_max is ours.
+DEFAULT_MULTIPLIERS = {"injected": (0.1, 1.0), "quadratic": (2.0, 8.0), "log_ratio": (0.5, 2.0)}
 # Of the quadratic form with a measure whose coefficient divides by a probability.
 DEFAULT_OF_DIVIDED = (0.05, 1.0)
 if TYPE_CHECKING:
@@ -65,8 +60,7 @@ class ConstraintSettings:
         'and "log_prob" is |log π_train − log π_inf|.',
     )
     discrepancy_level: Level = setting(
-        "token",
-        'With "token" every token is penalised by its own δ, with "sequence" by the mean δ of its trajectory.',
+        "token", 'With "token" every token is penalised by its own δ, with "sequence" by the mean δ of its trajectory.'
     )
     discrepancy_tolerance: Tolerance = setting(
         None,
@@ -89,8 +83,7 @@ class ConstraintSettings:
     lambda_lr: Annotated[float, AT_LEAST_0] = setting(1.0, "Step size η_λ of the dual ascent (arXiv 2606.08779).")
     lambda_min: Annotated[float, AT_LEAST_0] = setting(0.0, "Lower bound of λ.")
     lambda_max: Annotated[float, AT_LEAST_0] = setting(
-        None,
-        "Upper bound of λ. If it is not set: 2 for log_ratio, 8 for quadratic with prob_diff, otherwise 1.",
+        None, "Upper bound of λ. If it is not set: 2 for log_ratio, 8 for quadratic with prob_diff, otherwise 1."
     )
     rollout_correction: str = setting(
         "none",

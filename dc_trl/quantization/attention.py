@@ -20,8 +20,7 @@ from .fake_quantize import straight_through
 
 
 NAME = "dc_trl_grouped"
-# Number of scores that are held at a time: those of a long prompt would not fit into memory, nor those of a batch into
-# the cache.
+# Number of scores that are held at a time: a long prompt's would not fit into memory, nor a batch's into the cache.
 _BLOCK = 2**19
 # Number of keys and values that are held in float64 at a time.
 _CONVERTED = 2**22
@@ -40,6 +39,7 @@ def grouped_attention(
     scaling: float,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    from_fp8_cache: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention block by block, rounded as in vLLM's CPU engine; see `AttentionInterface`.
@@ -52,6 +52,7 @@ def grouped_attention(
         scaling: factor of the scores.
         softcap: bound of the scores by a tanh (Gemma 2).
         s_aux: an additional score of each head, which takes part in the softmax and attends to nothing (gpt-oss).
+        from_fp8_cache: whether keys and values come from a KV cache in FP8, which dc_trl's servers read without tiles.
 
     Returns:
         Shape (batch, queries, heads, width), and no attention weights.
@@ -60,7 +61,7 @@ def grouped_attention(
     groups, keys = key.shape[1:3]
     sequences_at_a_time = max(1, min(_BLOCK // (heads * queries), _CONVERTED // (2 * groups * width)) // keys)
     queries_at_a_time = max(1, _BLOCK // (heads * keys))
-    in_tiles = _HAS_TILES and query.dtype == torch.bfloat16 and width % _TILE_WIDTH == 0
+    in_tiles = _HAS_TILES and not from_fp8_cache and query.dtype == torch.bfloat16 and width % _TILE_WIDTH == 0
     output = query.new_empty(batch, queries, heads, value.shape[-1])
     for first in range(0, batch, sequences_at_a_time):
         b = slice(first, first + sequences_at_a_time)
@@ -108,7 +109,7 @@ def with_fp8_cache(name: str) -> str:
     attend, cached = ALL_ATTENTION_FUNCTIONS[name], f"{name}_fp8_kv"
 
     def attend_cached(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return attend(module, query, in_fp8_cache(key), in_fp8_cache(value), *args, **kwargs)
+        return attend(module, query, in_fp8_cache(key), in_fp8_cache(value), *args, from_fp8_cache=True, **kwargs)
 
     AttentionInterface.register(cached, attend_cached)
     AttentionMaskInterface.register(cached, AttentionMaskInterface()[name])

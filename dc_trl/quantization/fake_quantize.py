@@ -237,7 +237,8 @@ class _QuantizedProduct(torch.autograd.Function):
             rows = numbers.flatten(0, -2)
             sums = torch.mm(rows, weight.t(), out_dtype=torch.float32).unflatten(0, numbers.shape[:-1])
         else:
-            sums = nn.functional.linear(numbers.float(), weight.float())
+            # Exact. In float32, few rows may be summed in another order than many, and decoding differ from training.
+            sums = nn.functional.linear(numbers.double(), weight.double()).float()
         product = sums * token_scale * scale
         return (product if bias is None else product + bias).to(activations.dtype)
 
@@ -257,9 +258,9 @@ class _QuantizedProduct(torch.autograd.Function):
 def multiply_numbers(linear: Any, quantizer: ActivationQuantizer, active: Callable[[], bool] = lambda: True) -> None:
     """Make a linear layer multiply quantized numbers and scale the sums, as engines do, while ``active()``.
 
-    With x̂ and Ŵ the numbers, y = (x̂ · Ŵᵀ) × scale of the token × scale of the channel + bias, all in float32, and then
-    in the dtype of x. Scaling the factors first would round each of them to bfloat16, and the next layers' activations
-    would round to other numbers. The gradient is that of the product of the scaled factors, see `straight_through`.
+    With x̂ and Ŵ the numbers, y = (x̂ · Ŵᵀ) × scale of the token × scale of the channel + bias, all in float32 (a CPU's
+    sums in float64), and then in the dtype of x. Scaling the factors first would round each of them to bfloat16, and
+    the next layers' activations would round to other numbers. The gradient is that of the product of scaled factors.
 
     Args:
         linear: layer whose weight holds numbers of the format, in float32 or in bfloat16, which holds those of FP8 and

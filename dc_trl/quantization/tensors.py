@@ -140,8 +140,7 @@ def _is_packed_layer(module: nn.Module) -> bool:
 
 
 def _unpacked(layer: nn.Module) -> Tensor:
-    # On a CPU bitsandbytes changes the layout of the weights for evaluation, which dequantizing would misread; saving
-    # restores it.
+    # On a CPU, bitsandbytes evaluates with another layout of the weights than dequantizing reads; saving restores it.
     layer.state_dict()
     return dequantize_module_weight(layer)
 
@@ -162,8 +161,7 @@ def _merged_tensors(module: nn.Module, prefix: str, adapters: bool) -> Iterator[
         module = adapter.get_base_layer()
         delta = torch.stack([adapter.get_delta_weight(name).float() for name in adapter.active_adapters]).sum(0)
     elif isinstance(module, BaseTunerLayer):
-        # The keyword arguments of PEFT's layer are not copied: with `ensure_weight_tying` they hold views, which
-        # cannot be.
+        # With `ensure_weight_tying` the keyword arguments of PEFT's layer hold views, which cannot be copied.
         memo = {id(module.kwargs): module.kwargs} if isinstance(module, LoraLayer) else {}
         module = copy.deepcopy(module, memo)
         # A sum in bfloat16 would be rounded once more before it is quantized.

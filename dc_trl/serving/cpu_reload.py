@@ -13,10 +13,14 @@ The kernels of that engine keep copies of the weights, packed for the processor.
 PyTorch passes products of FP8 matrices to oneDNN on every processor with AMX. Without AMX for float16 (Sapphire and
 Emerald Rapids) oneDNN takes 600 times as long as PyTorch's own code (0.12 s for 64 × 128 by 128 × 256). It is turned
 off for these products only: vLLM's kernels for small bfloat16 layers end the process without it.
+
+On AMX, vLLM multiplies the numbers of an FP8 cache by 2^-120, and tiles take sums below 2^-126 for zero. Its attention
+for AVX-512, which does not, is used instead.
 """
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +32,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backends import cpu_attn
 
 
 def avoid_onednns_reference() -> torch.library.Library | None:
@@ -52,17 +58,20 @@ def avoid_onednns_reference() -> torch.library.Library | None:
 
 def _without_onednn(product: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = torch.backends.mkldnn.set_flags(False)
-        try:
+        with torch.backends.mkldnn.flags(enabled=False):
             return product(*args, **kwargs)
-        finally:
-            torch.backends.mkldnn.set_flags(*before)
 
     return run
 
 
+def _without_tiles(choose: Callable[..., str], dtype: torch.dtype, block: int, width: int, cache: str) -> str:
+    chosen = choose(dtype, block, width, cache)
+    return "vec" if chosen == "amx" and is_quantized_kv_cache(cache) else chosen
+
+
 # vLLM imports this file in each worker, before it builds the model.
 _FP8_PRODUCTS = avoid_onednns_reference()
+cpu_attn._get_attn_isa = partial(_without_tiles, cpu_attn._get_attn_isa)
 
 
 class CPUReloadExtension:
