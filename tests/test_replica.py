@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from functools import cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
@@ -149,6 +150,12 @@ def mxfp8(values):
     return (nearest(blocks / scale, E4M3) * scale).reshape(values.shape)
 
 
+@cache
+def scheme_of(name):
+    """Resolved once, and not for each example."""
+    return resolve_scheme(name, make_model(128))
+
+
 def of_width(columns):
     """Tensors of four rows whose numbers bfloat16 holds, as activations are, of very different sizes."""
     numbers = st.tuples(st.integers(-255, 255), st.integers(-12, 6)).map(lambda pair: pair[0] * 2.0 ** pair[1] / 16)
@@ -157,7 +164,7 @@ def of_width(columns):
 
 @given(of_width(32))
 def test_nvfp4_by_its_specification(values):
-    scheme, value = resolve_scheme("nvfp4", make_model(128)), torch.tensor(values)
+    scheme, value = scheme_of("nvfp4"), torch.tensor(values)
     mine = fake_quantize_weight(value, scheme.weights)
     np.testing.assert_array_equal(mine, nvfp4(values, 64, by_inverse=False))
     mine = ActivationQuantizer(scheme.input_activations).fake_quantize(value.bfloat16())
@@ -166,7 +173,7 @@ def test_nvfp4_by_its_specification(values):
 
 @given(of_width(64))
 def test_mxfp8_by_its_specification(values):
-    scheme, value = resolve_scheme("mxfp8", make_model(128)), torch.tensor(values)
+    scheme, value = scheme_of("mxfp8"), torch.tensor(values)
     # For a largest magnitude of exactly 1.75 × 2^n, compressed-tensors takes a scale that is twice as large.
     if (np.frexp(np.abs(values.reshape(-1, 32)).max(-1))[0] != 0.875).all():
         np.testing.assert_array_equal(fake_quantize_weight(value, scheme.weights), mxfp8(values))
@@ -175,9 +182,10 @@ def test_mxfp8_by_its_specification(values):
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4a16", "mxfp8"])
+@settings(max_examples=40)
 @given(weight=of_width(64))
 def test_compressed_tensors_decompresses_what_the_replica_computes_with(scheme, weight):
-    resolved, weight = resolve_scheme(scheme, make_model(128)), torch.tensor(weight)
+    resolved, weight = scheme_of(scheme), torch.tensor(weight)
     compressor = BaseCompressor.get_value_from_registry(resolved.format.value)
     theirs = compressor.decompress(compressed_weight(weight, resolved), resolved)["weight"]
     assert torch.equal(theirs.float(), fake_quantize_weight(weight, resolved.weights))
