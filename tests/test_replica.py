@@ -10,7 +10,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
@@ -182,7 +182,6 @@ def test_mxfp8_by_its_specification(values):
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4a16", "mxfp8"])
-@settings(max_examples=40)
 @given(weight=of_width(64))
 def test_compressed_tensors_decompresses_what_the_replica_computes_with(scheme, weight):
     resolved, weight = scheme_of(scheme), torch.tensor(weight)
