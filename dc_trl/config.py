@@ -38,7 +38,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     The defaults train as TRL does, and measure. `recipe="paper"` is the dense 8B recipe of DC-GRPO (arXiv 2606.08779).
     A recipe gives values to the fields that are left open (`None`): `constraint`, `constraint_form`,
-    `train_through_quantization`, `loss_type`, `epsilon` and `vllm_importance_sampling_correction`. A value that is
+    `constraint_target`, `train_through_quantization`, `loss_type`, `epsilon` and
+    `vllm_importance_sampling_correction`. A value that is
     given wins over the recipe. With the paper's form, λ_0 and η_λ have its values by default; ε is found by the
     run, and the paper's is 0.0037. docs/settings.md lists the fields, `dc-trl train --help` does too.
 
@@ -59,6 +60,9 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         None, ConstraintSettings.__dataclass_fields__["constraint"].metadata["help"]
     )
     constraint_form: str = setting(None, ConstraintSettings.__dataclass_fields__["constraint_form"].metadata["help"])
+    constraint_target: Literal["all", "lag"] | None = setting(  # type: ignore[assignment]
+        None, ConstraintSettings.__dataclass_fields__["constraint_target"].metadata["help"]
+    )
     epsilon: Annotated[float | None, AT_LEAST_0] = setting(None, "Clip range of the policy ratio (not the tolerance).")
     loss_type: LossType | None = setting(None, "Loss formulation, see TRL's GRPOConfig.")
     vllm_importance_sampling_correction: bool | None = setting(
@@ -175,10 +179,19 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         require_effect(self)
         refuse(self, CONTRADICTIONS)
         self._check_sampling()
-        if self.weight_sync_steps > 1 or self.rollout_overlap:
-            lagging = "weight_sync_steps" if self.weight_sync_steps > 1 else "rollout_overlap"
-            if warning := lag_warning(self, f"{lagging}={getattr(self, lagging)!r}"):
-                logger.warning(warning)
+        lagging = "weight_sync_steps" if self.weight_sync_steps > 1 else "rollout_overlap"
+        if self.may_lag and (warning := lag_warning(self, f"{lagging}={getattr(self, lagging)!r}")):
+            logger.warning(warning)
+        if not self.may_lag and self.split_by is not None and "_target='lag'" in self.split_by:
+            logger.warning(
+                f"{self.split_by} acts on what the weights did since they sampled, which is nothing with "
+                "weight_sync_steps=1 and rollout_overlap=False: it changes nothing in this run."
+            )
+
+    @property
+    def may_lag(self) -> bool:
+        """Whether a batch of training may be sampled with weights from before its step."""
+        return self.weight_sync_steps > 1 or self.rollout_overlap
 
     @property
     def vllm_time_limit(self) -> float:

@@ -184,11 +184,17 @@ def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
     if own_rollouts and (args.routing_replay or has_replica):
         setting = "routing_replay=True" if args.routing_replay else f"deployment_scheme={scheme!r} without use_vllm"
         raise ValueError(f"{setting} needs an engine of its own, and contradicts rollout_func: omit one of them.")
+    if own_rollouts and args.split_by is not None and not args.use_vllm:
+        raise ValueError(
+            f"{args.split_by} needs to know which weights sampled, and rollout_func samples by itself: set use_vllm=True "
+            "and let it ask that engine, or leave it out."
+        )
     whole = sharding.kind is None or sharding.is_fsdp2
+    swapped = whole or (sharding.kind == "DEEPSPEED" and not sharding.divides_parameters)
     for setting, applies, works in (
         (f"deployment_scheme={scheme!r} without use_vllm", has_replica, whole or not sharding.divides_parameters),
         (f"train_through_quantization={through!r}", bool(through), whole),
-        (f"{args.split_setting}", args.split_by is not None, whole),
+        (f"{args.split_by}", args.split_by is not None, swapped),
         ("top_p, top_k or min_p", bool(args.truncations), sharding.kind != "DEEPSPEED" or sharding.level < 3),
         ("score_centering=True", args.score_centering, sharding.kind is None),
         ("lora_deployment='adapter'", args.lora_deployment == "adapter", not sharding.divides_parameters),

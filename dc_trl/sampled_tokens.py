@@ -1,17 +1,28 @@
 """`SampledTokens`: the tokens of a micro-batch with their log-probabilities under both engines.
 
-This value goes from the trainer's hook through the form of the constraint, the correction and the statistics.
+This value goes from the trainer's hook through the form of the constraint, the correction and the statistics. With p
+and p_s the trainer's own forward with the present weights and with those that sampled, and q the engine, it splits
+
+    log p − log q = (log p − log p_s) + (log p_s − log q)
+
+into the *lag*, what the weights did since they sampled, and the *engine*: number format, kernels, rounding. The lag
+needs no model of the engine, and is 0 where the present weights have sampled. Its ratio p/p_s is the one that the
+decoupled objective of AReaL (arXiv 2505.24298) clips.
+
 Throughout, ``B`` is the number of trajectories and ``T`` the padded completion length. A token is *scored* when it
 enters the loss and both log-probabilities are finite; all other values, padding and NaN included, are ignored.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+
+if TYPE_CHECKING:
+    from .constraint.settings import Part
 
 # exp(2 · 20) is far from overflow. The bound is verl's, so that its χ² values can be compared with ours.
 LOG_RATIO_BOUND = 20.0
@@ -26,8 +37,8 @@ class SampledTokens(NamedTuple):
         infer_logps: log π_inf(y_t) of the same tokens after temperature, shape (B, T), nats.
         scored: which tokens count, boolean, shape (B, T).
         advantages: Â of each trajectory, shape (B,), or of each token, shape (B, T).
-        deployed_logps: log π_Q(y_t) of the trainer's weights as they are deployed, shape (B, T), nats, without a
-            gradient; None where the discrepancy is not split.
+        lagged_logps: log p_s(y_t), by the trainer's own forward with the weights that sampled, shape (B, T), nats,
+            without a gradient; None where the discrepancy is not split.
         age: number of optimizer steps from the weights that sampled to the trainer's, at least 0; of each trajectory,
             shape (B,), or of the whole micro-batch.
     """
@@ -36,7 +47,7 @@ class SampledTokens(NamedTuple):
     infer_logps: Tensor
     scored: Tensor
     advantages: Tensor
-    deployed_logps: Tensor | None = None
+    lagged_logps: Tensor | None = None
     age: Tensor | int = 0
 
     @classmethod
@@ -46,21 +57,23 @@ class SampledTokens(NamedTuple):
         infer_logps: Tensor,
         mask: Tensor,
         advantages: Tensor,
-        deployed_logps: Tensor | None = None,
+        lagged_logps: Tensor | None = None,
     ) -> SampledTokens:
         """Return the tokens with `scored` from a mask of shape (B, T), nonzero at the tokens that enter the loss."""
-        engines = [logps for logps in (train_logps, infer_logps, deployed_logps) if logps is not None]
-        return cls(train_logps, infer_logps, scored_tokens(mask, *engines), advantages, deployed_logps)
+        known = [logps for logps in (train_logps, infer_logps, lagged_logps) if logps is not None]
+        return cls(train_logps, infer_logps, scored_tokens(mask, *known), advantages, lagged_logps)
 
-    def of_target(self, target: Literal["all", "lag"]) -> SampledTokens:
-        """Return the tokens as a remedy compares them: for ``"lag"``, log π_Q takes the place of log π_train.
+    def of_part(self, part: Part) -> SampledTokens:
+        """Return the tokens with the two log-probabilities between which a part of the discrepancy lies.
 
-        log π_Q − log π_inf is the part of the sampler's lag and of the kernels, without that of the number format.
+        They are log p and log p_s for ``"lag"``, log p_s and log q for ``"engine"``, log p and log q for ``"all"``.
         """
-        if target == "all":
+        if part == "all":
             return self
-        assert self.deployed_logps is not None  # settings with this target split the discrepancy
-        return self._replace(train_logps=self.deployed_logps)
+        assert self.lagged_logps is not None  # settings that name a part split the discrepancy
+        if part == "lag":
+            return self._replace(infer_logps=self.lagged_logps)
+        return self._replace(train_logps=self.lagged_logps)
 
     def penalised(self, penalty: Tensor, multiplier: float) -> SampledTokens:
         """Return the tokens with Ã = Â − λ·penalty (arXiv 2606.08779, eq. 8), both of shape (B, T)."""

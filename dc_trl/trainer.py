@@ -13,7 +13,6 @@ the same numbers: the advantages are replaced between that forward and their fir
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -26,7 +25,7 @@ from .constraint.corrections import correction_of
 from .constraint.forms import form_of
 from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.statistics import BatchStatistics, batch_metrics, zero_std_groups
-from .constraint.thresholds import LEVEL_BATCHES, drift_warning, k3_of, level_in_step
+from .constraint.thresholds import drift_warning
 from .gate import require_comparable
 from .records.clock import timed
 from .records.verdict import NOT_MEASURED, first_batch
@@ -35,7 +34,7 @@ from .rollouts.neutral_sampling import truncation_warning
 from .sampled_tokens import SampledTokens, loss_mask
 from .settings.contradictions import MEAN_OVER_COMPLETIONS
 from .trainers.run import RunTrainer
-from .trainers.sampling import total_rewards
+from .trainers.sampling import LAG_COLUMNS, total_rewards
 
 
 if TYPE_CHECKING:
@@ -55,9 +54,6 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
     from .grading.checked_reward import RewardFunction
-
-    # Imported only where the policy is compared with its quantized self: compressed-tensors takes 0.15 s.
-    from .quantization.deployed_forward import DeployedForward
     from .rollouts.score_centering import ScoreCentering
 
     Reward: TypeAlias = str | PreTrainedModel | RewardFunction
@@ -153,7 +149,6 @@ class DCGRPOTrainer(RunTrainer):
         self.correction = correction_of(args)
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
         self._warned_of_mismatch = False
-        self._k3_in_step: list[float] = []  # of the first batches that were sampled with the present weights
         self._seen_first_batch = False  # in the present call of `train`
         self._statistics = {mode: BatchStatistics(args) for mode in ("train", "eval")}
         # δ̄ of the present generation batch, from its measurement to the update of λ at the batch's end.
@@ -163,11 +158,8 @@ class DCGRPOTrainer(RunTrainer):
         self._loss_inputs: dict[str, Any] | None = None  # of the loss that is being computed
         self._centred_weights: Tensor | None = None  # a correction's weights, shape (B, T), where the score is centred
         self._evaluation_set = ""  # name of the evaluation set in use, if there are several
-        # The policy's deployed forward, inactive, where something compares the policy with its quantized self.
-        self._quantized_self: DeployedForward | None = None
-        # log π_train and log π_Q of the batch that is being scored, as they are compared with log π_inf; None until
-        # TRL has scored it with the weights that sample.
-        self._sampled_logps: tuple[Tensor, Tensor | None] | None = None
+        # log π_train of the batch that is being sampled, as it is compared with log π_inf; None until TRL has scored it.
+        self._sampled_logps: Tensor | None = None
         self._counts_truncation = False  # whether the discrepancy contains what truncated sampling has cut off
         super().__init__(
             model,
@@ -194,9 +186,6 @@ class DCGRPOTrainer(RunTrainer):
             )
         if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
-        if args.split_by is not None and self.deployed_forward is None:
-            assert args.deployment_scheme is not None
-            self._quantized_self = self.build_deployed_forward(args.deployment_scheme)
 
     # --- rollouts and their advantages ------------------------------------------------------------------------------
 
@@ -219,7 +208,9 @@ class DCGRPOTrainer(RunTrainer):
             )
         if measured and "old_per_token_logps" in batch:
             assert self._sampled_logps is not None
-            self._constrain(batch, *self._sampled_logps)
+            self._constrain(batch, self._sampled_logps)
+            for name in LAG_COLUMNS & batch.keys():
+                del batch[name]  # which has served its purpose
             if self.model.training:
                 self.wait_for_device("logps")
                 self._report("train")
@@ -256,23 +247,26 @@ class DCGRPOTrainer(RunTrainer):
     # --- the constraint on a micro-batch ----------------------------------------------------------------------------
 
     @timed("constraint")
-    def _constrain(self, batch: dict[str, Any], train_logps: Tensor, deployed_logps: Tensor | None) -> None:
+    def _constrain(self, batch: dict[str, Any], train_logps: Tensor) -> None:
         """Measure a batch, replace its advantages of trajectories by the penalised ones of tokens, and count these.
 
-        The log-probabilities are at the weights that sampled, shape (B, T), nats; without a split there is no log π_Q.
+        `train_logps` are those before the first optimizer step on the batch, shape (B, T), nats.
         """
         args, penalty, weights = self.args, None, None
         self._counts_truncation = self.truncates and "kept_counts" not in batch
         infer_logps = batch.get("kept_logps", batch["sampling_per_token_logps"])
         logps = train_logps.detach()  # a gradient would go through a user's form or correction into the loss
-        tokens = SampledTokens.of(logps, infer_logps, loss_mask(batch), batch["advantages"], deployed_logps)
+        lagged = None
+        if args.split_by is not None:  # without a lag, the weights that sampled are those that train
+            lagged = logps - batch["lag"] if "lag" in batch else batch.get("lagged_logps", logps)
+        tokens = SampledTokens.of(logps, infer_logps, loss_mask(batch), batch["advantages"], lagged)
         tokens = tokens._replace(age=self.sampler.age)  # a batch is constrained before the next one is sampled
         if self.form is not None:
-            penalty = self.form(tokens.of_target(args.constraint_target))
+            penalty = self.form(tokens.of_part(args.constraint_target))
             tokens = tokens.penalised(penalty, self.lagrange_multiplier.value)
             batch["trajectory_advantages"], batch["advantages"] = batch["advantages"], tokens.advantages
         if self.correction is not None:
-            weights = self.correction(tokens.of_target(args.rollout_correction_target))
+            weights = self.correction(tokens.of_part(args.rollout_correction_target))
             if self._centering is not None:
                 self._centred_weights = weights  # applied with the score, within the loss
             else:
@@ -309,13 +303,13 @@ class DCGRPOTrainer(RunTrainer):
         inputs = self._loss_inputs
         if inputs is not None:  # the loss reads the advantages after this forward
             if "sampling_per_token_logps" in inputs and "old_per_token_logps" not in inputs:
-                self._constrain(inputs, compared, self._as_deployed(compared, model, *args, **kwargs))
+                self._constrain(inputs, compared)
             if self._centering is not None and outputs[0].requires_grad:
                 outputs = (self._centred(inputs, outputs[0], *args), *outputs[1:])
             if "kept_weight" in inputs:
                 inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
         elif self.scores_when_sampled and self._sampled_logps is None:  # before any reference model's
-            self._sampled_logps = (compared, self._as_deployed(compared, model, *args, **kwargs))
+            self._sampled_logps = compared
         return outputs
 
     @timed("constraint")
@@ -339,19 +333,6 @@ class DCGRPOTrainer(RunTrainer):
         score = train_logps if weights is None else weights.to(train_logps.dtype) * train_logps
         centred = score - centre.score
         return train_logps.detach() + (centred - centred.detach())
-
-    @timed("constraint")
-    def _as_deployed(self, train_logps: Tensor, model: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return log π_Q, of the present weights as they are deployed, shape (B, T), nats; None if nothing splits."""
-        if self.args.split_by is None:
-            return None
-        if self._quantized_self is None:  # the policy trains through the deployed forward
-            return train_logps.detach()
-        kwargs |= {"compute_entropy": False, "compute_aux_loss": False}
-        uncounted = nullcontext() if self.replay is None else self.replay.uncounted()
-        with torch.no_grad(), self._quantized_self.active(), uncounted:
-            logps = super().score_tokens(model, *args, **kwargs)[0]
-        return logps if self.logps_among_kept is None else self.logps_among_kept
 
     # --- the generation batch as a whole, and the multiplier --------------------------------------------------------
 
@@ -398,11 +379,9 @@ class DCGRPOTrainer(RunTrainer):
             )
             warning: str | None = truncation_warning(self.args.truncations, remedy)
         else:
-            in_step = self.sampler.age == 0 and self.rollout_func is None  # whose weights have an unknown age
-            if in_step and len(self._k3_in_step) < LEVEL_BATCHES:
-                self._k3_in_step.append(metrics[k3_of(self.args)])
-            level = level_in_step(self._k3_in_step)
-            warning = drift_warning(self.args, metrics, self.sampler.may_lag, level=level)
+            # A function of the user's own may sample with weights of any age.
+            age = self.sampler.age if self.rollout_func is None else None
+            warning = drift_warning(self.args, metrics, age)
         if warning is not None and not self._warned_of_mismatch:
             self._warned_of_mismatch = True
             logger.warning(warning)
@@ -433,18 +412,15 @@ class DCGRPOTrainer(RunTrainer):
         self._statistics["train"].clear()
         self._mean_discrepancy = None
         self._warned_of_mismatch = self._seen_first_batch = False
-        self._k3_in_step.clear()
 
     def iteration_state(self):
         return super().iteration_state() | {
             "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
             "batch_discrepancy": self._mean_discrepancy,
-            "k3_in_step": self._k3_in_step,
         }
 
     def load_iteration_state(self, state, within_batch):
         super().load_iteration_state(state, within_batch)
         self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
-        self._k3_in_step[:] = state["k3_in_step"]
         if within_batch:
             self._mean_discrepancy = state["batch_discrepancy"]

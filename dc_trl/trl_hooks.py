@@ -12,6 +12,7 @@ wait anyway: at the end of a micro-batch, and before the statistics of a generat
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections import defaultdict
@@ -247,6 +248,12 @@ class HookedTrainer(GRPOTrainer):
         return super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, batch_size, **options
         )
+
+    def score_inputs(self, inputs: dict[str, Any], *tokens: Any) -> Scores:
+        """Score tokens of a batch as `score_tokens` does, with all that the forward reads of the batch beside them."""
+        names = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
+        others = {name: inputs[name] for name in names if name in inputs}
+        return self._get_per_token_logps_and_entropies(self.model, *tokens, **others)
 
     def training_step(self, model, inputs, num_items_in_batch):
         with self.parts_clock.part("loss"):

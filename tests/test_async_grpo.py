@@ -8,12 +8,12 @@ import json
 import math
 import queue
 import random
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -21,7 +21,6 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from dc_trl.async_grpo import AsyncDCGRPOConfig, AsyncDCGRPOTrainer
 from dc_trl.constraint.mismatch import mismatch_metrics
 from dc_trl.grading.rewards import arithmetic_reward
-from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.rollouts.replica import Replica
 
 from .helpers import TINY_MODEL, load_script, logged, make_model, make_prompts
@@ -108,7 +107,7 @@ def make_trainer(monkeypatch, policy, tokenizer, tmp_path):
     monkeypatch.setattr(packing, "_flash_attn", lambda: asynchronous.Attention)
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
 
-    def make(kind=AsyncDCGRPOTrainer, samples=None, **fields):
+    def make(kind=AsyncDCGRPOTrainer, samples=None, peft_config=None, **fields):
         config = AsyncDCGRPOConfig if kind is AsyncDCGRPOTrainer else AsyncGRPOConfig
         args = config(
             **{
@@ -136,6 +135,7 @@ def make_trainer(monkeypatch, policy, tokenizer, tmp_path):
             processing_class=tokenizer,
             rollout_worker=Worker(samples or make_samples(8 * (args.max_steps + 2))),
             weight_transfer=NoTransfer(),
+            peft_config=peft_config,
         )
 
     return make
@@ -287,44 +287,72 @@ def test_metrics_are_those_of_the_tokens_of_each_step(make_trainer):
     assert logged(trainer, "discrepancy/mean")[0] == pytest.approx((gap.sum(1) / mask.sum(1)).mean().item(), rel=1e-4)
 
 
-def test_the_parts_of_the_discrepancy_and_a_remedy_for_the_lag(make_trainer):
-    """The format's part from a second copy of the model; a pull at the lag moves otherwise than one at everything."""
-    fields = {"constraint": "static", "deployment_scheme": "int4_g32", "max_steps": 1}
-    split = make_trainer(discrepancy_split=True, **fields)
-    counted = []
-    add = split._statistics.add
-    split._statistics.add = lambda tokens, *others: (counted.append(tokens), add(tokens, *others))[1]
-    split.train()
-    routed = make_trainer(constraint_target="lag", **fields)
-    routed.train()
-    copy = make_model()
-    quantized = DeployedForward(copy, "int4_g32", replicas_attention=False)
-    for name in ("train_logps", "deployed_logps"):
-        by_hand = []
-        for sample in make_samples(8):
-            ids = torch.tensor(sample.input_ids)[None]
-            with torch.no_grad(), quantized.active() if name == "deployed_logps" else nullcontext():
-                logps = copy(input_ids=ids).logits.float().log_softmax(-1)
-            of_tokens = logps[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-            by_hand.append(of_tokens[torch.tensor(sample.completion_mask)[1:].bool()])
-        found = torch.cat([getattr(tokens, name)[tokens.scored] for tokens in counted])
-        torch.testing.assert_close(found.sort()[0], torch.cat(by_hand).sort()[0], rtol=0, atol=3e-2)
-    assert logged(split, "discrepancy/format_k3_kl")[0] > 0
-    for part in ("format_mean", "lag_mean", "mean"):
-        assert logged(split, f"discrepancy/{part}") == logged(routed, f"discrepancy/{part}")
-    weights = [torch.cat([p.detach().flatten() for p in trainer.model.parameters()]) for trainer in (split, routed)]
-    assert not torch.equal(*weights)
+def of_versions(*versions):
+    """Groups of four samples, each begun with a version of the weights."""
+    samples = make_samples(4 * len(versions))
+    for index, sample in enumerate(samples):
+        sample.model_version = versions[index // 4]
+    return samples
+
+
+def test_the_lag_of_each_sample_is_that_of_the_weights_that_began_it(make_trainer):
+    """By another copy of the model, with the adapters of the two steps; one micro-batch has samples of two ages."""
+    samples = of_versions(1, 1, 1, 1, 1, 2, 3, 3, 3, 3)
+    adapter = LoraConfig(r=4, init_lora_weights=False)
+    fields = {"samples": samples, "max_steps": 3, "per_device_train_batch_size": 8, "peft_config": adapter}
+    fields |= {"gradient_accumulation_steps": 1, "max_staleness": 4, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(constraint="static", constraint_target="lag", **fields)
+    counted, weights = [], {}
+    add = trainer._statistics.add
+    trainer._statistics.add = lambda tokens, *others: (counted.append(tokens), add(tokens, *others))[1]
+    step = trainer.training_step
+
+    def watched(model, *args):
+        weights[trainer.state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+        return step(model, *args)
+
+    trainer.training_step = watched
+    trainer.train()
+    assert [sorted({*tokens.age.tolist()}) for tokens in counted] == [[0], [1], [1, 2]]
+    by_infer_logps = {}
+    for sample in samples:
+        mask = torch.tensor(sample.completion_mask).bool()
+        by_infer_logps[tuple(torch.tensor(sample.old_log_probs)[mask].tolist())] = (sample, mask[1:])
+    policy = get_peft_model(make_model(), adapter)
+
+    def logps(step, sample, mask):
+        policy.load_state_dict(weights[step])
+        ids = torch.tensor(sample.input_ids)[None]
+        with torch.no_grad():
+            scores = policy(input_ids=ids).logits.float().log_softmax(-1)
+        return scores[0, :-1].gather(1, ids[0, 1:, None])[mask, 0]
+
+    lags = []
+    for present, tokens in enumerate(counted):
+        for row, scored in enumerate(tokens.scored):
+            sample = by_infer_logps[tuple(tokens.infer_logps[row][scored].tolist())]
+            age = present - (sample[0].model_version - 1)
+            assert tokens.age[row] == age
+            lag = (tokens.train_logps - tokens.lagged_logps)[row][scored]
+            expected = logps(present, *sample) - logps(present - age, *sample)
+            torch.testing.assert_close(lag, expected, rtol=0, atol=3e-2)
+            lags += lag.abs().tolist() if age else []
+            assert age or not lag.any()
+    assert max(lags) > 0.3
+    lag, engine, whole = (logged(trainer, f"discrepancy/{part}k3_kl") for part in ("lag_", "engine_", ""))
+    assert lag[0] == 0 and min(lag[1:]) > 1e-3
+    assert engine[0] == whole[0] and engine[1] != whole[1]
+
+
+def test_versions_of_a_whole_model_are_not_kept(make_trainer):
+    for fields in ({"discrepancy_split": True}, {"constraint": "static", "constraint_target": "lag"}):
+        with pytest.raises(ValueError, match=r"=('lag'|True) needs every version .* max_staleness=4 .* peft_config"):
+            make_trainer(**fields)
 
 
 def test_the_correction_gets_the_age_of_each_sample(make_trainer):
     """A step has two micro-batches. Of the samples, groups of four have the version of their weights."""
     fields = {"constraint": "none", "rollout_correction": "ppo_clip", "save_strategy": "steps", "save_steps": 2}
-
-    def of_versions(*versions):
-        samples = make_samples(4 * len(versions))
-        for index, sample in enumerate(samples):
-            sample.model_version = versions[index // 4]
-        return samples
 
     def seen(trainer, **options):
         found, correction = [], trainer.correction
@@ -393,10 +421,6 @@ def test_a_step_whose_every_token_is_masked_teaches_nothing(make_trainer):
     ("fields", "message"),
     [
         ({"deployment_scheme": "fp8"}, "deployment_scheme='fp8' contradicts AsyncGRPO"),
-        (
-            {"constraint": "static", "constraint_target": "lag"},
-            "constraint_target='lag' contradicts .* set deploy",
-        ),
         ({"rollout_correction": "token_truncate"}, "rollout_correction='token_truncate'"),
         ({"constraint": "static", "top_p": 0.9}, "top_p=0.9 makes the engine sample"),
     ],

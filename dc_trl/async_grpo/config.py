@@ -21,9 +21,7 @@ RULES = (
     Rule(
         "deployment_scheme",
         {},
-        "its server keeps the format in which it was started (vllm serve --quantization ...); leave it out, or set "
-        "discrepancy_split=True, which reads it",
-        lambda c: c.deployment_scheme is not None and c.split_by is None,
+        "its server keeps the format in which it was started (vllm serve --quantization ...); leave it out",
     ),
     Rule(
         "rollout_correction",

@@ -12,11 +12,14 @@ weights that sampled, and clips it. None of that loss is copied here:
 
 An iteration is one optimizer step; its samples may have different ages. TRL's queue has the version of the weights
 that began each group of samples, and its batches do not: they get it here, as the optimizer step of these weights.
+What these weights gave the samples, log p_s, takes a forward for each version in a micro-batch, with the version in
+place. `max_staleness` versions are kept for it: those of an adapter, and not of a whole model.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -36,17 +39,17 @@ from ..constraint.thresholds import drift_warning
 from ..files import read_object, write_text
 from ..gate import limits_of, require_startable, require_trainable
 from ..grading.checked_reward import checked_reward
-from ..quantization.deployed_forward import DeployedForward
 from ..quantization.policy import base_model
 from ..resuming.checkpoints import STATE_FILE
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
 from ..settings.distribution import sharding_of
+from ..trainers.lag import SamplerWeights
 from ..trl_hooks import base_rates, load_saved_weights, use_base_rates
 from .config import AsyncDCGRPOConfig
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from datasets import Dataset, IterableDataset
     from peft import PeftConfig
@@ -57,6 +60,10 @@ if TYPE_CHECKING:
     Reward: TypeAlias = Callable[..., list[float]]
 
 logger = get_logger(__name__)
+
+# Versions beyond `max_staleness` with which samples may be trained on: the present one, that of the samples which a
+# row of the batch waited for, and that of a batch which was made before a synchronization.
+_MORE_VERSIONS = 3
 
 
 class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
@@ -105,10 +112,17 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             args = AsyncDCGRPOConfig(f"{model.split('/')[-1]}-AsyncDC-GRPO")
         if not isinstance(args, AsyncDCGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}: AsyncDCGRPOTrainer needs an AsyncDCGRPOConfig.")
-        if args.split_by is not None and (sharding := sharding_of(args)).kind is not None:
+        if args.split_by is not None and peft_config is None:
             raise ValueError(
-                f"{args.split_setting} reads whole parameters, which {sharding} divides: launch without "
-                "sharding (DDP), or leave it out."
+                f"{args.split_by} needs every version of the weights that max_staleness={args.max_staleness} lets sample, "
+                "of which this trainer keeps those of an adapter alone: pass peft_config, or train all weights with "
+                "DCGRPOTrainer, whose sampler has one version (weight_sync_steps) or two (rollout_overlap)."
+            )
+        sharding = sharding_of(args)
+        if args.split_by is not None and sharding.kind is not None and not sharding.is_fsdp2:
+            raise ValueError(
+                f"{args.split_by} reads parameters that {sharding} divides: launch without sharding (DDP) or with FSDP2 "
+                "(fsdp_version: 2), or leave it out."
             )
         require_startable(
             model=model,
@@ -145,11 +159,10 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         )
         require_trainable(self.model)
         limits_of(base_model(self.model), self.processing_class, args.max_completion_length)
-        self._quantized_self: DeployedForward | None = None
-        if args.split_by is not None and args.deployment_scheme is not None:
-            # TRL's attention keeps the samples of a row apart.
-            self._quantized_self = DeployedForward(self.model, args.deployment_scheme, replicas_attention=False)
-            self.add_callback(self._quantized_self)
+        self._lagged: SamplerWeights | None = None
+        if args.split_by is not None:
+            policy = self.accelerator.unwrap_model(self.model)
+            self._lagged = SamplerWeights(policy, args.max_staleness + _MORE_VERSIONS)
         if self.accelerator.is_main_process:
             self.rollout_queue = VersionedQueue(self.rollout_worker.rollout_buffer)
 
@@ -158,6 +171,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
     def _sync_weight(self):
         super()._sync_weight()
         self._step_of_version[self.model_version] = self.state.global_step
+        if self._lagged is not None:
+            self._lagged.keep(self.state.global_step)
 
     def get_train_dataloader(self):
         loader = super().get_train_dataloader()
@@ -182,45 +197,45 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         inputs = dict(inputs)
         if self.correction is not None:  # masking needs the loss's gradient with respect to the advantages
             inputs["advantages"] = inputs["advantages"].detach().requires_grad_()
-        calls: list[tuple[Any, ...]] = []
-        hook = model.register_forward_hook(lambda module, *call: calls.append(call), with_kwargs=True)
-        try:
+        steps = inputs["weights_of_step"][0]
+        with self._first_forward(model, self._older(steps)) as scores:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            hook.remove()
-        args, kwargs, output = calls[0]
         selected = inputs["token_index"] >= 0  # positions in the row of the M tokens that are trained on
-        positions = inputs["token_index"][selected]
-        train_logps, infer_logps = output.log_probs.flatten()[positions], inputs["old_log_probs"][selected]
-        lengths = torch.bincount(inputs["segment_id"][selected]).tolist()
+        positions, segments = inputs["token_index"][selected], inputs["segment_id"][selected]
+        train_logps, infer_logps = scores.pop(None).flatten()[positions], inputs["old_log_probs"][selected]
+        lengths = torch.bincount(segments).tolist()
 
         def matrix(values: Tensor) -> Tensor:
             """Return values of the tokens, shape (M,), by trajectory: shape (B, T), zeros after the end of each."""
             return pad_sequence(values.split(lengths), batch_first=True)
 
-        deployed_logps = None
-        if self._quantized_self is not None:
-            with torch.no_grad(), self._quantized_self.active():
-                deployed_logps = matrix(model(*args, **kwargs).log_probs.flatten()[positions])
+        lagged_logps = None
+        if self._lagged is not None:
+            step_of_token = steps[segments]
+            # Tokens of weights that are not kept have no log p_s, and so are in no statistics and have no penalty.
+            lagged = train_logps.detach().masked_fill(step_of_token != self.state.global_step, torch.nan)
+            for step, logps in scores.items():
+                lagged = torch.where(step_of_token == step, logps.flatten()[positions], lagged)
+            lagged_logps = matrix(lagged)
         mask = matrix(torch.ones_like(infer_logps))
         tokens = SampledTokens.of(
             matrix(train_logps.detach()),
             matrix(infer_logps),
             mask,
             matrix(inputs["advantages"][selected].detach())[:, 0],  # the tokens of a trajectory share its advantage
-            deployed_logps,
+            lagged_logps,
         )
-        ages = self.state.global_step - inputs["weights_of_step"][0]
+        ages = self.state.global_step - steps
         tokens = tokens._replace(age=ages[: len(lengths)])
         self._metrics["train"]["sync/age"].append(ages[: len(lengths)].float().mean().item())
         penalty = weights = None
         multiplier = self.lagrange_multiplier.value
         if self.form is not None:
-            penalty = self.form(tokens.of_target(self.args.constraint_target))
+            penalty = self.form(tokens.of_part(self.args.constraint_target))
             tokens = tokens.penalised(penalty, multiplier)
         ratio = bounded_log_ratio(train_logps, infer_logps).exp()
         if self.correction is not None:
-            kept = self.correction(tokens.of_target(self.args.rollout_correction_target)) > 0
+            kept = self.correction(tokens.of_part(self.args.rollout_correction_target)) > 0
             (coefficients,) = torch.autograd.grad(loss, inputs["advantages"], create_graph=True)
             share = (coefficients * inputs["advantages"].detach())[selected]
             loss = loss - share.where(~kept[mask.bool()], 0.0).sum()
@@ -234,6 +249,48 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         # TRL's mean is over the tokens of this micro-batch on all processes, whose gradients are averaged.
         count = (inputs["global_n_tokens"][0] / self.accelerator.num_processes).clamp(min=1)
         return loss + multiplier * term / count / self.current_gradient_accumulation_steps
+
+    def _older(self, steps: Tensor) -> list[int]:
+        """Return the kept steps before the present one whose weights sampled here, `steps`, or in another process."""
+        if self._lagged is None:
+            return []
+        kept = torch.tensor(
+            [step for step in self._lagged.steps if step != self.state.global_step], device=steps.device
+        )
+        needed = self.accelerator.gather(torch.isin(kept, steps).unsqueeze(0)).any(0)
+        return kept[needed].tolist()
+
+    @contextmanager
+    def _first_forward(self, model: Any, older: list[int]) -> Iterator[dict[int | None, Tensor]]:
+        """Read the log-probabilities of the first forward of a model within the context, of all tokens of its row.
+
+        Args:
+            model: policy, perhaps wrapped.
+            older: steps whose weights score the same row first, the same in every process.
+
+        Yields:
+            log p with a gradient as None, and log p_s by the step of the weights, nats.
+        """
+        scores: dict[int | None, Tensor] = {}
+
+        def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+            hooks[0].remove()  # the forwards below are of the same module
+            for step in older:
+                assert self._lagged is not None
+                with torch.no_grad(), self._lagged.in_place(step):
+                    scores[step] = module(*args, **kwargs).log_probs
+            hooks.append(module.register_forward_hook(after))
+
+        def after(module: Any, args: tuple, output: Any) -> None:
+            scores[None] = output.log_probs
+
+        # Before FSDP2's own hook, which gathers the weights of the present step.
+        hooks = [model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
+        try:
+            yield scores
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     # --- the optimizer step as a whole, and the multiplier ----------------------------------------------------------
 
@@ -255,7 +312,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         if not (self._warned_of_drift or self.args.truncations):
-            warning = drift_warning(self.args, metrics, may_lag=True, clips=True)
+            warning = drift_warning(self.args, metrics, age=None, clips=True)
             if warning is not None:
                 self._warned_of_drift = True
                 logger.warning(warning)

@@ -11,8 +11,8 @@ from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
 
 
 Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
-# Part of the difference between the engines that a remedy acts on.
-Target = Literal["all", "lag"]
+# Part of log π_train − log π_inf: the whole, what the weights did since they sampled, or what the engine does.
+Part = Literal["all", "lag", "engine"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
@@ -44,15 +44,17 @@ class ConstraintSettings:
         'λ·δ, the paper\'s form; "quadratic": the gradient of half the squared discrepancy (its appendix B); '
         '"log_ratio": advantages minus λ·log(π_train/π_inf); "module:function": your own, see docs/corrections.md.',
     )
-    constraint_target: Target = setting(
+    constraint_target: Literal["all", "lag"] = setting(
         "all",
-        'What the constraint acts on: "all", log π_train − log π_inf; "lag", log π_Q − log π_inf, where π_Q has the '
-        "weights of π_train and computes as the deployed policy; see discrepancy_split.",
+        'What the constraint acts on: "all", log π_train − log π_inf; "lag", log p − log p_s, the trainer\'s own '
+        "forward with the present weights and with those that sampled; see discrepancy_split. If it is not set, recipe "
+        "decides.",
     )
     discrepancy_split: bool = setting(
         False,
-        "Measure the format's and the lag's part of the discrepancy separately (discrepancy/format_* and lag_*), with "
-        "one more forward without a gradient.",
+        "Measure the lag's and the engine's part of the discrepancy separately (discrepancy/lag_* and engine_*). A "
+        "batch whose weights lag costs one more forward without a gradient, with the weights that sampled it, of which "
+        "the trainer keeps a copy.",
     )
     discrepancy_measure: Measure = setting(
         "prob_diff",
@@ -103,9 +105,10 @@ class ConstraintSettings:
         'Lower bound of the correction. If it is not set: 0, for "geometric_mask" 0.99, for "icepop" 0.5, for PPO\'s '
         'clips 0.76. "tv_mask" has none.',
     )
-    rollout_correction_target: Target = setting(
+    rollout_correction_target: Part = setting(
         "all",
-        'Which ratio the correction uses: "all" is r = π_train/π_inf, "lag" is π_Q/π_inf, see constraint_target.',
+        'Which ratio the correction uses: "all" is r = π_train/π_inf, "lag" is p/p_s, and "engine" is p_s/π_inf; see '
+        "constraint_target.",
     )
     deployment_scheme: str | None = setting(
         None,
@@ -159,17 +162,14 @@ class ConstraintSettings:
 
     @property
     def split_by(self) -> str | None:
-        """The field that makes the trainer split the discrepancy into format and lag; None where nothing does."""
-        if self.constraint != "none" and self.constraint_target == "lag":
-            return "constraint_target"
-        if self.rollout_correction != "none" and self.rollout_correction_target == "lag":
-            return "rollout_correction_target"
-        return "discrepancy_split" if self.discrepancy_split else None
-
-    @property
-    def split_setting(self) -> str | None:
-        """`split_by` with its value, for messages; None where nothing splits."""
-        return None if self.split_by is None else f"{self.split_by}={getattr(self, self.split_by)!r}"
+        """The setting that splits the discrepancy into lag and engine, as `name=value`; None where none does."""
+        corrects = self.rollout_correction != "none"
+        asks = {
+            "constraint_target": self.constraint != "none" and self.constraint_target != "all",
+            "rollout_correction_target": corrects and self.rollout_correction_target != "all",
+            "discrepancy_split": self.discrepancy_split,
+        }
+        return next((f"{name}={getattr(self, name)!r}" for name in asks if asks[name]), None)
 
     @property
     def comparison(self) -> str:

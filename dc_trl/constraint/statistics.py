@@ -10,13 +10,16 @@ from torch import Tensor
 from ..sampled_tokens import SampledTokens
 from .discrepancy import discrepancy_sums, token_discrepancy
 from .mismatch import combine_sums, mismatch_from_sums, mismatch_sums
-from .settings import ConstraintSettings, Target
+from .settings import ConstraintSettings, Part
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from .lagrangian import LagrangeMultiplier
+
+
+PARTS: tuple[Part, ...] = ("lag", "engine")
 
 
 class BatchStatistics:
@@ -39,16 +42,13 @@ class BatchStatistics:
             penalty: what λ multiplied, shape (B, T), 0 at unscored tokens; None without a constraint.
             weights: of a correction, shape (B, T); None without one. Tokens of the weight 0 do not count in δ̄.
         """
-        train_logps, infer_logps, scored, deployed_logps = *tokens[:3], tokens.deployed_logps
-        measure, reduction = self._settings.discrepancy_measure, self._settings.batch_reduction
-        delta = token_discrepancy(train_logps, infer_logps, measure)
+        scored, reduction = tokens.scored, self._settings.batch_reduction
         kept = scored if weights is None else scored & (weights > 0)
-        sums = mismatch_sums(train_logps, infer_logps, scored) | discrepancy_sums(delta, kept, reduction)
-        if deployed_logps is not None:
-            engines = {"format": (train_logps, deployed_logps), "lag": (deployed_logps, infer_logps)}
-            for part, (first, second) in engines.items():
-                delta_of_part = token_discrepancy(first, second, measure)
-                found = mismatch_sums(first, second, scored) | discrepancy_sums(delta_of_part, kept, reduction)
+        delta = token_discrepancy(tokens.train_logps, tokens.infer_logps, self._settings.discrepancy_measure)
+        sums = self._sums_of(tokens, kept)
+        if tokens.lagged_logps is not None:
+            for part in PARTS:
+                found = self._sums_of(tokens.of_part(part), kept)
                 sums |= {f"{part}_{name}": value for name, value in found.items()}
         dtype = sums["tokens"].dtype
         if penalty is not None:
@@ -60,6 +60,12 @@ class BatchStatistics:
             sums["masked"] = sums["tokens"] - kept.sum()
             sums["weights"] = weights.where(scored, 0.0).sum(dtype=dtype)
         self._sums = combine_sums([self._sums, sums])
+
+    def _sums_of(self, tokens: SampledTokens, kept: Tensor) -> dict[str, Tensor]:
+        train_logps, infer_logps, scored = tokens[:3]
+        delta = token_discrepancy(train_logps, infer_logps, self._settings.discrepancy_measure)
+        of_mean = discrepancy_sums(delta, kept, self._settings.batch_reduction)
+        return mismatch_sums(train_logps, infer_logps, scored) | of_mean
 
     def reduce(self, gather: Callable[[Tensor], Tensor]) -> MismatchReport | None:
         """Return a report of what all processes added since the last call; None where this process added nothing.
@@ -92,7 +98,7 @@ class MismatchReport(NamedTuple):
     """
 
     sums: Mapping[str, float]
-    target: Target = "all"
+    target: Part = "all"
 
     @property
     def tokens(self) -> int:
@@ -110,7 +116,7 @@ class MismatchReport(NamedTuple):
         return self.mean_of("lag_" if self.target == "lag" else "")
 
     def mean_of(self, prefix: str) -> float | None:
-        """Return the mean of a part of the discrepancy by the prefix of its sums: "format_", "lag_" or "all_"."""
+        """Return the mean of a part of the discrepancy by the prefix of its sums: "lag_", "engine_" or "all_"."""
         count = self.sums[f"{prefix}discrepancy_count"]
         return self.sums[f"{prefix}discrepancy_sum"] / count if count else None
 
@@ -131,7 +137,7 @@ def batch_metrics(
     metrics = {f"{group}/{name}": value for name, value in mismatch_from_sums(sums).items()}
     if mean is not None:
         metrics[f"{group}/mean"] = mean
-    for prefix in ("format_", "lag_"):  # where the discrepancy is split
+    for prefix in (f"{part}_" for part in PARTS):  # where the discrepancy is split
         of_part = {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
         if of_part:
             if (mean := report.mean_of(prefix)) is not None:

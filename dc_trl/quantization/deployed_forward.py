@@ -209,9 +209,9 @@ class DeployedForward(TrainerCallback):
             self._base.set_experts_implementation(self._experts[on])
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Compute as the deployed policy within the context."""
-        before, self.enabled = self.enabled, True
+    def active(self, on: bool = True) -> Iterator[None]:
+        """Compute as the deployed policy within the context, or as the policy itself."""
+        before, self.enabled = self.enabled, on
         try:
             yield
         finally:

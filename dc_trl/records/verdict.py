@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..constraint.thresholds import level_in_step, reading
+from ..constraint.thresholds import reading_in_step, reading_of_lag
 from .runs import Run
 
 
@@ -71,7 +71,8 @@ def verdict_of(run: Run) -> Verdict:
     """Say whether a run learned, what kept it from learning, and what its mismatch means.
 
     Learning compares the mean reward of the last logged steps with that of the first; a difference within twice its
-    standard error counts as noise. The mismatch is the `reading` of the median k3 of the last steps.
+    standard error counts as noise. The mismatch is read from the median k3 of the last steps: that of the lag's part if
+    the sampler may lag, and that of the whole difference if it is in step.
     """
     if run.steps == 0:
         return Verdict(["No optimizer step was made: nothing was trained."], False)
@@ -88,15 +89,20 @@ def verdict_of(run: Run) -> Verdict:
     k3 = statistics.median(measured)
     ages = run.series("sync/age").values  # above 0 without a setting, of the asynchronous trainer
     may_lag = (run.setting("weight_sync_steps") or 1) > 1 or bool(run.setting("rollout_overlap")) or any(ages)
-    lines.append(f"The mismatch was measured: k3 {k3:.2g} nats, {reading(k3, may_lag, _level(run, may_lag))}.")
+    if not may_lag:
+        lines.append(f"The mismatch was measured: k3 {k3:.2g} nats, {reading_in_step(k3)}.")
+        return Verdict(lines, worth_serving)
+    of_lag = [lag for lag in run.series("discrepancy/lag_k3_kl").values[-WINDOW:] if lag > 0]
+    if run.series("discrepancy/lag_k3_kl").values:
+        median = statistics.median(of_lag or [0.0])
+        what = f"k3 {median:.2g} nats by the lag of the sampler's weights, {reading_of_lag(median)}"
+    else:
+        what = (
+            f"k3 {k3:.2g} nats by number format and lag together. Set discrepancy_split=True: what the weights did "
+            "since they sampled says whether the lag harms"
+        )
+    lines.append(f"The mismatch was measured: {what}.")
     return Verdict(lines, worth_serving)
-
-
-def _level(run: Run, may_lag: bool) -> float:
-    """Return the run's own level of k3 with a sampler in step, nats."""
-    measured = run.series("discrepancy/k3_kl").by_step()
-    ages = run.series("sync/age").by_step() if may_lag else dict.fromkeys(measured, 0)
-    return level_in_step([k3 for step, k3 in measured.items() if ages.get(step) == 0])
 
 
 def _learning(run: Run) -> tuple[str, bool]:

@@ -55,11 +55,6 @@ def _multiplies_ratio(settings: Any) -> bool:
     return settings.loss_type != "cispo"
 
 
-def _has_deployed_forward(settings: Any) -> bool:
-    # Only one of the two configurations can train through it.
-    return settings.split_by is not None or vars(settings).get("train_through_quantization", False)
-
-
 NO_EFFECT = (
     Rule("rollout_correction_max rollout_correction_target", {"rollout_correction": ["none"]}, "choose a correction"),
     Rule("rollout_correction_min", {"rollout_correction": ["none"]}, "choose a correction"),
@@ -120,7 +115,7 @@ _CORRECTIONS_OF_TRAJECTORIES = {"sequence_truncate", "sequence_mask", "geometric
 # Corrections that weigh a token by its own probabilities alone.
 _CORRECTIONS_OF_TOKENS = {"token_truncate", "token_mask", "icepop", "tv_mask", "ppo_clip"}
 _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
-_ALIGNED = {"deployment_scheme": _has_deployed_forward}
+_ALIGNED = {"train_through_quantization": lambda c: bool(c.train_through_quantization)}
 _RECOMPUTED = ("use_reentrant", "offload")
 _ONE = "set only one of the two"
 _COMPARED = "constraint, rollout_correction and score_centering compare engines, which then choose among other tokens"
@@ -133,12 +128,7 @@ CONTRADICTIONS = (
         "choose a value within these bounds, or widen them",
         _any,
     ),
-    Rule("discrepancy_split constraint_target rollout_correction_target", {"deployment_scheme": [None]}, _SCHEME),
-    Rule(
-        "discrepancy_split constraint_target rollout_correction_target",
-        {"train_through_quantization": ["weights"]},
-        "the split needs the whole deployed forward; set train_through_quantization to 'all' or False",
-    ),
+    Rule("discrepancy_split", {"use_vllm": [False], "deployment_scheme": [None]}, f"{_SCHEME}, or use_vllm=True"),
     Rule(
         "recipe",
         {"deployment_scheme": [None]},
@@ -149,7 +139,7 @@ CONTRADICTIONS = (
     Rule("cast_lm_head_to_fp32", _ALIGNED, f"the deployed policy has its output head in bfloat16; {_ONE}"),
     Rule(
         "gradient_checkpointing_kwargs",
-        {"train_through_quantization": lambda c: bool(c.train_through_quantization)},
+        _ALIGNED,
         "reentrant or offloaded recomputation gives other gradients there; set use_reentrant and offload to False",
         lambda c: (
             c.gradient_checkpointing and any((c.gradient_checkpointing_kwargs or {}).get(n) for n in _RECOMPUTED)
@@ -179,7 +169,7 @@ CONTRADICTIONS = (
         "'ppo_clip' or 'none'",
     ),
     Rule("score_centering", {"vllm_importance_sampling_correction": [True]}, f"it would weigh the mean too; {_ONE}"),
-    Rule("score_centering", {"rollout_correction_target": ["lag"]}, f"it centres the whole difference; {_ONE}"),
+    Rule("score_centering", {"rollout_correction_target": ["lag", "engine"]}, f"it centres the whole; {_ONE}"),
     Rule("loss_type", {"rollout_correction": lambda c: c.rollout_correction != "none"}, _VESPO, ["vespo"]),
     Rule("loss_type", _CONSTRAINED, _VESPO, ["vespo"]),
     Rule(

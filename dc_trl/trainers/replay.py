@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,14 +60,6 @@ class Replay:
         """Replay routes, shape (B, P+T, layers, k), in the forwards that follow."""
         for replay in self._replays:
             replay.start(routes)
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Replay a further forward of the same tokens without counting what the trainer would choose in it."""
-        counted = [replay.flipped for replay in self._replays]
-        yield
-        for replay, flipped in zip(self._replays, counted, strict=True):
-            replay.flipped = flipped
 
     def stop(self) -> None:
         """Let the models choose their experts themselves again."""

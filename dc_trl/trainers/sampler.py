@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,9 +21,10 @@ import transformers
 from accelerate.logging import get_logger
 
 from ..quantization.policy import unwrapped
-from ..resuming.checkpoints import AHEAD_FILE, SAMPLER_FOLDER
+from ..resuming.checkpoints import AHEAD_FILE, LAGGED_FILE, SAMPLER_FOLDER
 from ..rollouts.schedule import LookAhead, SyncSchedule
 from ..trl_hooks import Completions, HookedTrainer
+from .lag import SamplerWeights
 
 
 # Imported only where a run samples with one of them.
@@ -43,7 +45,11 @@ class Sampler:
 
     Attributes:
         age: optimizer steps from the weights that sampled the latest batch to the policy's; 0 in an evaluation.
+        lagged (`SamplerWeights` or `None`): the weights that sample, where they may lag and something asks for the
+            lag's part of the discrepancy.
     """
+
+    _versions = 1  # of the weights, that batches which are still to be trained on were sampled with
 
     def __init__(self, trainer: HookedTrainer, engine: Any):
         self._trainer, self._engine = trainer, engine
@@ -51,6 +57,9 @@ class Sampler:
         self._held: int | None = None  # the step whose weights the engine holds
         self._kept: TemporaryDirectory[str] | None = None  # the weights of training while an evaluation has others
         self.age = 0
+        self.lagged: SamplerWeights | None = None
+        if self.may_lag and trainer.args.split_by is not None:
+            self.lagged = SamplerWeights(unwrapped(trainer.accelerator, trainer.model), self._versions)
 
     @property
     def identity(self) -> tuple[str, str, str | None]:
@@ -86,6 +95,11 @@ class Sampler:
             trainer.add_metric("sync/age", self.age)
             trainer.add_metric("sync/count", self._schedule.syncs)
 
+    def sampling_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the policy has the weights that sampled the latest batch, which lag."""
+        assert self.lagged is not None
+        return self.lagged.in_place(self._trainer.state.global_step - self.age)
+
     def look_ahead(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         """Return the iterator from which training reads the next `count` micro-batches of prompts."""
         return batches
@@ -115,6 +129,8 @@ class Sampler:
             if training:
                 self._forget_kept()
                 schedule.synced(step)
+                if self.lagged is not None:
+                    self.lagged.keep(step)
         elif self._kept is not None:
             self._engine.load_weights(Path(self._kept.name, SAMPLER_FOLDER))
             self._held = schedule.step
@@ -142,21 +158,44 @@ class Sampler:
     def save(self, folder: str) -> dict[str, Any]:
         """Save the sampler's weights, unless new ones are due, and return the state for `load`, as JSON values."""
         schedule = self._schedule
-        kept = schedule.every > 1 and not schedule.due(self._trainer.state.global_step)
-        if kept and self._trainer.args.should_save:
+        args, kept = self._trainer.args, self._outlives_step
+        if kept and args.should_save:
             if self._kept is None:
                 self._engine.save_weights(Path(folder, SAMPLER_FOLDER))
             else:
                 shutil.copytree(Path(self._kept.name, SAMPLER_FOLDER), Path(folder, SAMPLER_FOLDER))
+        if self.lagged is not None and (steps := self._still_used()) and (self.lagged.sharded or args.should_save):
+            self.lagged.save(self._lagged_file(folder), steps)
         weight_sync = {"schedule": asdict(schedule), "engine": self._engine_name, "kept": kept}
         return {"weight_sync": weight_sync, "rollout_ahead": None}
+
+    @property
+    def _outlives_step(self) -> bool:
+        """Whether the weights that sample will go on to do so after the present step."""
+        return self._schedule.every > 1 and not self._schedule.due(self._trainer.state.global_step)
+
+    def _still_used(self) -> list[int]:
+        """Return the steps of the weights with which batches that will be trained on are sampled, or will be."""
+        return [self._schedule.step] if self._outlives_step and self._schedule.step is not None else []
+
+    def _lagged_file(self, folder: str) -> Path:
+        assert self.lagged is not None
+        return Path(folder, LAGGED_FILE.format(rank=self._trainer.accelerator.process_index * self.lagged.sharded))
+
+    def _knows(self, step: int | None) -> bool:
+        """Return whether the policy can have the weights of a step again, where something asks for the lag's part."""
+        return self.lagged is None or step in self.lagged.steps
 
     def load(self, folder: str, state: dict[str, Any]) -> None:
         """Sample with the weights that `save` saved until new ones are due."""
         weights = state["weight_sync"]
+        if self.lagged is not None and (file := self._lagged_file(folder)).is_file():
+            # The shards of another number of processes are of no use.
+            if not self.lagged.sharded or state["num_processes"] == self._trainer.accelerator.num_processes:
+                self.lagged.load(file)
         self._schedule = schedule = SyncSchedule(**weights["schedule"] | {"every": self._schedule.every})
         if not schedule.due(self._trainer.state.global_step):
-            if weights["kept"] and weights["engine"] == self._engine_name:
+            if weights["kept"] and weights["engine"] == self._engine_name and self._knows(schedule.step):
                 self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
                 self._held = schedule.step
             else:
@@ -167,13 +206,16 @@ class Sampler:
     def _load_ahead(self, folder: str, state: dict[str, Any]) -> None:
         logger.warning(
             f"{folder} holds a generation batch that was sampled ahead by {state['engine']!r} with "
-            "rollout_overlap=True, which this run does not use: it is discarded, and a new one is sampled."
+            "rollout_overlap=True, which this run does not use, or it lacks the weights that sampled it, of which this "
+            "run needs the log-probabilities: it is discarded, and a new one is sampled."
         )
 
     def start_again(self) -> None:
         """Forget an earlier training of the same trainer; the engine holds weights of that training."""
         self._schedule, self._held = SyncSchedule(self._trainer.args.weight_sync_steps), None
         self._forget_kept()
+        if self.lagged is not None:
+            self.lagged.clear()
 
     @property
     def _engine_name(self) -> str:
@@ -192,6 +234,7 @@ class OverlappedSampler(Sampler):
     """
 
     _engine: OverlappedGeneration
+    _versions = 2  # of the batch that trains and of the one ahead
 
     def __init__(self, trainer: HookedTrainer, engine: OverlappedGeneration, distance: int):
         super().__init__(trainer, engine)
@@ -294,8 +337,11 @@ class OverlappedSampler(Sampler):
             state["rollout_ahead"] = {"weights_of_step": self._ahead_of, "engine": self._engine_name}
         return state
 
+    def _still_used(self):
+        return sorted({*super()._still_used(), *([] if self._ahead_of is None else [self._ahead_of])})
+
     def _load_ahead(self, folder, state):
-        if state["engine"] != self._engine_name:
+        if state["engine"] != self._engine_name or not self._knows(state["weights_of_step"]):
             super()._load_ahead(folder, state)
             return
         self._ahead_of = state["weights_of_step"]

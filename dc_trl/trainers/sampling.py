@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -52,6 +53,9 @@ _CHECKED = (
     *("train_dataset", "eval_dataset", "processing_class", "peft_config", "quantization_config", "rollout_func"),
     "environment_factory",
 )
+
+# What a batch says of the weights that sampled it, until it is constrained; see `SamplingTrainer._measure_lag`.
+LAG_COLUMNS = {"lagged_logps", "lag"}
 
 
 class SamplingTrainer(HookedTrainer):
@@ -195,12 +199,13 @@ class SamplingTrainer(HookedTrainer):
     def next_micro_batch(self, generation_batch):
         before = self.generation_batch
         inputs = super().next_micro_batch(generation_batch)
-        if self.batches is None:
-            return inputs
         if not self.model.training:
-            return self.batches.trimmed(inputs)
+            return inputs if self.batches is None else self.batches.trimmed(inputs)
         if self.generation_batch is not before:
-            self.generation_batch = self.batches.of(self.generation_batch)
+            if self.batches is not None:
+                self.generation_batch = self.batches.of(self.generation_batch)
+            if not self.scores_when_sampled:
+                self._measure_lag(self.generation_batch)
         return self.generation_batch[self.micro_batches_done % self.args.steps_per_generation]
 
     def sample_and_score(self, inputs):
@@ -209,11 +214,53 @@ class SamplingTrainer(HookedTrainer):
             if (among := self._choices.kept_logps) is not None:  # TRL pads further with `pad_to_multiple_of`
                 padding = batch["completion_ids"].shape[1] - among.shape[1]
                 self._choices = self._choices._replace(kept_logps=functional.pad(among, (0, padding)))
-            return batch | self._choices.in_batch()
+            batch |= self._choices.in_batch()
         finally:
             self._choices = NO_CHOICES
             if self.replay is not None:
                 self.replay.stop()
+        if self.model.training and self.scores_when_sampled:
+            self._measure_lag([batch], self.args.per_device_train_batch_size)
+        return batch
+
+    def _measure_lag(self, slices: list[dict[str, Any]], rows: int | None = None) -> None:
+        """Add to slices of a batch whose weights lag the log-probabilities that those gave it, if something asks.
+
+        The policy's weights and those that sampled change places once for all slices. The forwards read what the one
+        that scores the slices reads, so that equal weights give equal numbers.
+
+        Args:
+            slices: each gets `lagged_logps`, log p_s, shape (B, T), nats, or with `train_through_quantization` `lag`,
+                log p − log p_s, of the policy's forward without quantization: by the quantized forward, rounding
+                would bury what the weights did.
+            rows: of a forward; all those of a slice by default.
+        """
+        if self.sampler.lagged is None or self.sampler.age == 0:
+            return
+        with torch.no_grad(), ExitStack() as stack:
+            if self.deployed_forward is not None:
+                stack.enter_context(self.deployed_forward.active(False))
+            with self.sampler.sampling_weights():
+                lagged = [self._logps_of(slice_, rows) for slice_ in slices]
+            for slice_, logps in zip(slices, lagged, strict=True):
+                if self.deployed_forward is None:
+                    slice_["lagged_logps"] = logps
+                else:
+                    slice_["lag"] = self._logps_of(slice_, rows) - logps
+        if self.replay is not None:
+            self.replay.stop()
+
+    def _logps_of(self, inputs: dict[str, Any], rows: int | None) -> Tensor:
+        """Return log p of a slice's completion tokens as the loss takes it, shape (B, T), nats."""
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{kind}"], inputs[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
+        )
+        self._choices = Choices.of(inputs)
+        try:
+            scores = self.score_inputs(inputs, ids, mask, inputs["completion_ids"].shape[1], rows)
+        finally:
+            self._choices = NO_CHOICES
+        return scores[0] if self.logps_among_kept is None else self.logps_among_kept
 
     def begin_rollout(self, prompts):
         self.sampler.begin_batch(prompts)

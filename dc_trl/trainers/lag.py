@@ -1,0 +1,107 @@
+"""The weights that sampled, kept beside those that train, so that the trainer's own forward can have either in place.
+
+What the weights did since they sampled is log p − log p_s, by one forward with two versions of the weights: see
+`dc_trl.sampled_tokens`. A version is a copy of the trainable tensors as they are: those of an adapter alone where one
+is trained, and the local shards under FSDP2. It lies in the host's memory, and there is never a second model on the
+device: tensor by tensor, the kept weights and the present ones change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+class SamplerWeights:
+    """Keeps the trainable tensors of a policy as they were when they began to sample.
+
+    Args:
+        policy: the policy without accelerate's wrappers; it may be sharded by FSDP2, but its parameters must not be
+            divided otherwise (FSDP1, DeepSpeed's ZeRO stage 3).
+        versions: number of versions that are kept, the latest ones; at least 1.
+
+    Raises:
+        ValueError: the policy drops out at random, so that two forwards differ with the same weights.
+    """
+
+    def __init__(self, policy: nn.Module, versions: int):
+        for name, module in policy.named_modules():
+            if isinstance(module, nn.Dropout) and module.p > 0:
+                raise ValueError(
+                    f"model has dropout={module.p:g} in {name!r}, by which two forwards with the same weights differ, "
+                    "and the difference would count as the sampler's lag: set disable_dropout=True, and lora_dropout=0 "
+                    "in peft_config."
+                )
+        self._policy = policy
+        self._count = versions
+        self._versions: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The optimizer steps whose weights are kept."""
+        return list(self._versions)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each process keeps shards of its own."""
+        return isinstance(self._policy, FSDPModule)
+
+    @torch.no_grad()
+    def keep(self, step: int) -> None:
+        """Copy the present weights, those of an optimizer step, and drop the oldest version if there are too many."""
+        if step in self._versions:
+            return
+        while len(self._versions) >= self._count:
+            del self._versions[min(self._versions)]
+        self._versions[step] = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors().items()}
+
+    @contextmanager
+    def in_place(self, step: int) -> Iterator[None]:
+        """Compute with the weights of a step within the context. No gradient may be under way, nor be computed."""
+        self._exchange(self._versions[step])
+        try:
+            yield
+        finally:
+            self._exchange(self._versions[step])
+
+    def clear(self) -> None:
+        """Forget all versions."""
+        self._versions.clear()
+
+    def save(self, path: Path, steps: list[int]) -> None:
+        """Write the versions of some steps, as safetensors, for `load`."""
+        kept = {f"{step}.{name}": tensor for step in steps for name, tensor in self._versions[step].items()}
+        save_file(kept, path)
+
+    def load(self, path: Path) -> None:
+        """Keep the versions that `save` has written, in place of those that are kept."""
+        self.clear()
+        for key, tensor in load_file(path).items():
+            step, name = key.split(".", 1)
+            self._versions.setdefault(int(step), {})[name] = tensor
+
+    def _tensors(self) -> dict[str, Tensor]:
+        for module in self._policy.modules():
+            if isinstance(
+                module, FSDPModule
+            ):  # a forward may have left gathered parameters in the place of the shards
+                module.reshard()
+        return {
+            name: (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+            for name, parameter in self._policy.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @torch.no_grad()
+    def _exchange(self, kept: dict[str, Tensor]) -> None:
+        for name, tensor in self._tensors().items():
+            present = tensor.to("cpu", copy=True)
+            tensor.copy_(kept[name])
+            kept[name] = present
