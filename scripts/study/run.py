@@ -17,7 +17,7 @@ import torch
 from jobs import Failure, is_done, lock_output, run_jobs
 from lines import merged, read_lines, read_run, write_lines
 from show import show_lines
-from sweeps import SWEEPS, Job, Study, load_study
+from sweeps import GONE, SWEEPS, Job, Study, load_study
 
 from dc_trl.records.tables import print_table
 from dc_trl.settings.command_line import OptionParser, leave_on_sigterm, refused_in_one_line, say
@@ -51,7 +51,7 @@ def run_study(args: argparse.Namespace) -> list[Failure]:
     known = [] if args.known is None else read_lines(args.known)
     made = {line.key for line in known}
     jobs = [job for job in study.jobs(args.output) if job.key not in made]
-    require_models(jobs)
+    require_runnable(jobs)
     if args.dry_run:
         print_table(["job", "is"], [[job.name, "done" if is_done(job) else "to be made"] for job in jobs])
         return []
@@ -81,12 +81,16 @@ def without_gpu(study: Study) -> Study:
     return replace(study, sweeps=tuple(sweep for sweep in study.sweeps if sweep.on_cpu))
 
 
-def require_models(jobs: list[Job]) -> None:
-    """Refuse jobs whose model has not been made.
+def require_runnable(jobs: list[Job]) -> None:
+    """Refuse jobs whose model has not been made, or whose method the package no longer has.
 
     Raises:
-        ValueError: names the model and the command that makes it.
+        ValueError: names the setting and the remedy.
     """
+    for job in jobs:
+        for name, value in job.settings.items():
+            if isinstance(value, str) and value in GONE and not is_done(job):
+                raise ValueError(f"{name}={value!r} is no longer there: check out {GONE[value]}, where it is 'lag'.")
     for model in sorted({Path(job.settings["model_name_or_path"]) for job in jobs if not is_done(job)}):
         if model.parent == MODELS and not model.is_dir():
             raise ValueError(f"model_name_or_path={str(model)!r} does not ship: make it by `make {model}`.")
