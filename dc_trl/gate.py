@@ -186,8 +186,8 @@ def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
         raise ValueError(f"{setting} needs an engine of its own, and contradicts rollout_func: omit one of them.")
     if own_rollouts and args.split_by is not None and not args.use_vllm:
         raise ValueError(
-            f"{args.split_by} needs to know which weights sampled, and rollout_func samples by itself: set use_vllm=True "
-            "and let it ask that engine, or leave it out."
+            f"{args.split_by} needs to know which weights sampled, and rollout_func samples by itself: set "
+            "use_vllm=True and let it ask that engine, or leave it out."
         )
     whole = sharding.kind is None or sharding.is_fsdp2
     swapped = whole or (sharding.kind == "DEEPSPEED" and not sharding.divides_parameters)

@@ -158,7 +158,7 @@ class DCGRPOTrainer(RunTrainer):
         self._loss_inputs: dict[str, Any] | None = None  # of the loss that is being computed
         self._centred_weights: Tensor | None = None  # a correction's weights, shape (B, T), where the score is centred
         self._evaluation_set = ""  # name of the evaluation set in use, if there are several
-        # log π_train of the batch that is being sampled, as it is compared with log π_inf; None until TRL has scored it.
+        # log π_train of the batch that is being sampled, as it is compared with log π_inf; None until TRL has it.
         self._sampled_logps: Tensor | None = None
         self._counts_truncation = False  # whether the discrepancy contains what truncated sampling has cut off
         super().__init__(

@@ -114,15 +114,16 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             raise TypeError(f"args is a {type(args).__name__}: AsyncDCGRPOTrainer needs an AsyncDCGRPOConfig.")
         if args.split_by is not None and peft_config is None:
             raise ValueError(
-                f"{args.split_by} needs every version of the weights that max_staleness={args.max_staleness} lets sample, "
-                "of which this trainer keeps those of an adapter alone: pass peft_config, or train all weights with "
-                "DCGRPOTrainer, whose sampler has one version (weight_sync_steps) or two (rollout_overlap)."
+                f"{args.split_by} needs every version of the weights that max_staleness={args.max_staleness} lets "
+                "sample, of which this trainer keeps those of an adapter alone: pass peft_config, or train all "
+                "weights with DCGRPOTrainer, whose sampler has one version (weight_sync_steps) or two "
+                "(rollout_overlap)."
             )
         sharding = sharding_of(args)
         if args.split_by is not None and sharding.kind is not None and not sharding.is_fsdp2:
             raise ValueError(
-                f"{args.split_by} reads parameters that {sharding} divides: launch without sharding (DDP) or with FSDP2 "
-                "(fsdp_version: 2), or leave it out."
+                f"{args.split_by} reads parameters that {sharding} divides: launch without sharding (DDP) or with "
+                "FSDP2 (fsdp_version: 2), or leave it out."
             )
         require_startable(
             model=model,
@@ -254,9 +255,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         """Return the kept steps before the present one whose weights sampled here, `steps`, or in another process."""
         if self._lagged is None:
             return []
-        kept = torch.tensor(
-            [step for step in self._lagged.steps if step != self.state.global_step], device=steps.device
-        )
+        before = [step for step in self._lagged.steps if step != self.state.global_step]
+        kept = torch.tensor(before, dtype=steps.dtype, device=steps.device)
         needed = self.accelerator.gather(torch.isin(kept, steps).unsqueeze(0)).any(0)
         return kept[needed].tolist()
 

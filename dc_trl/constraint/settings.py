@@ -46,15 +46,15 @@ class ConstraintSettings:
     )
     constraint_target: Literal["all", "lag"] = setting(
         "all",
-        'What the constraint acts on: "all", log π_train − log π_inf; "lag", log p − log p_s, the trainer\'s own '
-        "forward with the present weights and with those that sampled; see discrepancy_split. If it is not set, recipe "
-        "decides.",
+        'What the constraint acts on: "all", log π_train − log π_inf; "lag", log p − log p_s, by the trainer\'s own '
+        "forward with the present weights and with those that sampled (see discrepancy_split). If it is not set, "
+        "recipe decides.",
     )
     discrepancy_split: bool = setting(
         False,
         "Measure the lag's and the engine's part of the discrepancy separately (discrepancy/lag_* and engine_*). A "
-        "batch whose weights lag costs one more forward without a gradient, with the weights that sampled it, of which "
-        "the trainer keeps a copy.",
+        "batch whose weights lag costs one more forward without a gradient, with the weights that sampled it, and the "
+        "host keeps a copy of these.",
     )
     discrepancy_measure: Measure = setting(
         "prob_diff",

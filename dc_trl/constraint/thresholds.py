@@ -22,8 +22,6 @@ LAG_COSTS = 2e-3
 # Above this, each run of GRPO, with a lag or in two bits, lost 8 points or more: the sampler is another policy.
 FAR = 1e-2
 
-_MEASURE = "discrepancy_split=True measures the lag's own part"
-
 
 def reading_of_lag(k3: float) -> str:
     """Return what the lag's k3 means for plain GRPO and what to do about it, as a clause that follows the number."""
@@ -95,9 +93,8 @@ def drift_warning(
     if clips:
         return None
     if lag is None:
-        return warning(
-            name, "discrepancy/k3_kl", whole, FAR, f"the number format or the lag may be the cause: {_MEASURE}"
-        )
+        finding = "number format or lag may be the cause: discrepancy_split=True measures the lag's own part"
+        return warning(name, "discrepancy/k3_kl", whole, FAR, finding)
     finding = "our runs with such a lag lost 8 points or more: lower weight_sync_steps, or use recipe='lag'"
     return warning(name, "discrepancy/lag_k3_kl", lag, FAR, finding)
 

@@ -71,8 +71,8 @@ def verdict_of(run: Run) -> Verdict:
     """Say whether a run learned, what kept it from learning, and what its mismatch means.
 
     Learning compares the mean reward of the last logged steps with that of the first; a difference within twice its
-    standard error counts as noise. The mismatch is read from the median k3 of the last steps: that of the lag's part if
-    the sampler may lag, and that of the whole difference if it is in step.
+    standard error counts as noise. The mismatch is read from the median k3 of the last steps: that of the lag's part
+    if the sampler may lag, and that of the whole difference if it is in step.
     """
     if run.steps == 0:
         return Verdict(["No optimizer step was made: nothing was trained."], False)

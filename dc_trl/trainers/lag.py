@@ -35,9 +35,8 @@ class SamplerWeights:
         for name, module in policy.named_modules():
             if isinstance(module, nn.Dropout) and module.p > 0:
                 raise ValueError(
-                    f"model has dropout={module.p:g} in {name!r}, by which two forwards with the same weights differ, "
-                    "and the difference would count as the sampler's lag: set disable_dropout=True, and lora_dropout=0 "
-                    "in peft_config."
+                    f"model has dropout={module.p:g} in {name!r}: two forwards with the same weights differ, which "
+                    "would count as the sampler's lag. Set disable_dropout=True, or lora_dropout=0 in peft_config."
                 )
         self._policy = policy
         self._count = versions
@@ -80,9 +79,14 @@ class SamplerWeights:
         kept = {f"{step}.{name}": tensor for step in steps for name, tensor in self._versions[step].items()}
         save_file(kept, path)
 
-    def load(self, path: Path) -> None:
-        """Keep the versions that `save` has written, in place of those that are kept."""
+    def load(self, path: Path, same_processes: bool) -> None:
+        """Keep the versions that `save` has written, in place of those that are kept.
+
+        The shards of another number of processes are of no use.
+        """
         self.clear()
+        if self.sharded and not same_processes:
+            return
         for key, tensor in load_file(path).items():
             step, name = key.split(".", 1)
             self._versions.setdefault(int(step), {})[name] = tensor

@@ -190,9 +190,7 @@ class Sampler:
         """Sample with the weights that `save` saved until new ones are due."""
         weights = state["weight_sync"]
         if self.lagged is not None and (file := self._lagged_file(folder)).is_file():
-            # The shards of another number of processes are of no use.
-            if not self.lagged.sharded or state["num_processes"] == self._trainer.accelerator.num_processes:
-                self.lagged.load(file)
+            self.lagged.load(file, state["num_processes"] == self._trainer.accelerator.num_processes)
         self._schedule = schedule = SyncSchedule(**weights["schedule"] | {"every": self._schedule.every})
         if not schedule.due(self._trainer.state.global_step):
             if weights["kept"] and weights["engine"] == self._engine_name and self._knows(schedule.step):
@@ -206,8 +204,8 @@ class Sampler:
     def _load_ahead(self, folder: str, state: dict[str, Any]) -> None:
         logger.warning(
             f"{folder} holds a generation batch that was sampled ahead by {state['engine']!r} with "
-            "rollout_overlap=True, which this run does not use, or it lacks the weights that sampled it, of which this "
-            "run needs the log-probabilities: it is discarded, and a new one is sampled."
+            "rollout_overlap=True, and this run does not use that, or the checkpoint lacks the weights that sampled "
+            "it, with which this run would score it: it is discarded, and a new one is sampled."
         )
 
     def start_again(self) -> None:

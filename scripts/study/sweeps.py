@@ -30,8 +30,8 @@ class Variant:
 
 # Forms that the package had when the study was made, and where they are now.
 OWN_FORMS = {"complete": "own_forms:complete"}
-# What the package no longer has, as cells call it, and the last commit that has it: the lag as log π_Q − log π_inf, with
-# π_Q the present weights as they are deployed. There `lag_by_format` is called `lag`.
+# What the package no longer has, as cells call it, and the last commit that has it: the lag as log π_Q − log π_inf,
+# with π_Q the present weights as they are deployed. There `lag_by_format` is called `lag`.
 GONE = {"lag_by_format": "69d65d94"}
 
 
