@@ -15,14 +15,11 @@ enters the loss and both log-probabilities are finite; all other values, padding
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-
-if TYPE_CHECKING:
-    from .constraint.settings import Part
 
 # exp(2 · 20) is far from overflow. The bound is verl's, so that its χ² values can be compared with ours.
 LOG_RATIO_BOUND = 20.0
@@ -63,7 +60,7 @@ class SampledTokens(NamedTuple):
         known = [logps for logps in (train_logps, infer_logps, lagged_logps) if logps is not None]
         return cls(train_logps, infer_logps, scored_tokens(mask, *known), advantages, lagged_logps)
 
-    def of_part(self, part: Part) -> SampledTokens:
+    def of_part(self, part: Literal["all", "lag", "engine"]) -> SampledTokens:
         """Return the tokens with the two log-probabilities between which a part of the discrepancy lies.
 
         They are log p and log p_s for ``"lag"``, log p_s and log q for ``"engine"``, log p and log q for ``"all"``.

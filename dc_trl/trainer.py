@@ -379,9 +379,7 @@ class DCGRPOTrainer(RunTrainer):
             )
             warning: str | None = truncation_warning(self.args.truncations, remedy)
         else:
-            # A function of the user's own may sample with weights of any age.
-            age = self.sampler.age if self.rollout_func is None else None
-            warning = drift_warning(self.args, metrics, age)
+            warning = drift_warning(self.args, metrics, self.sampler.age)
         if warning is not None and not self._warned_of_mismatch:
             self._warned_of_mismatch = True
             logger.warning(warning)

@@ -179,12 +179,12 @@ def test_the_surge_is_drawn_where_it_is(tmp_path):
 def test_the_parts_of_the_discrepancy_have_panels_and_the_tolerance_is_where_it_is_constrained(
     tmp_path, target, place
 ):
-    parts = {f"discrepancy/{name}": lambda step: 0.001 * step for name in ("format_mean", "lag_mean")}
+    parts = {f"discrepancy/{name}": lambda step: 0.001 * step for name in ("engine_mean", "lag_mean")}
     rows = make_rows(9, **parts, **{"lagrangian/tolerance": lambda step: 0.002})
     run = read_run(make_run(tmp_path / "run", rows=rows, settings=SETTINGS | {"constraint_target": target}))
     panels = {panel.metric: panel for panel in panels_of(run)}
-    assert {f"discrepancy/{name}" for name in ("mean", "format_mean", "lag_mean")} <= panels.keys()
-    for name in ("mean", "format_mean", "lag_mean"):
+    assert {f"discrepancy/{name}" for name in ("mean", "engine_mean", "lag_mean")} <= panels.keys()
+    for name in ("mean", "engine_mean", "lag_mean"):
         (axes,) = panels[f"discrepancy/{name}"].figure(run).axes
         assert ("ε 0.002" in [text.get_text() for text in axes.texts]) == (name == place)
         above = [path.vertices[:, 1].max() for area in axes.collections for path in area.get_paths()]

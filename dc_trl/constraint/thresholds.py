@@ -8,7 +8,7 @@ whose models are tiny; docs/which_one.md says what to do on either side of each.
 
 from collections.abc import Mapping
 
-from .settings import PUSHES, ConstraintSettings
+from .settings import PUSHES, ConstraintSettings, Part
 
 
 # With a sampler in step, which differs only by its number format, no remedy helped below this (FP8, INT4, INT3).
@@ -21,6 +21,12 @@ PULLS_HARM_IN_STEP = 3e-3
 LAG_COSTS = 2e-3
 # Above this, each run of GRPO, with a lag or in two bits, lost 8 points or more: the sampler is another policy.
 FAR = 1e-2
+
+_METRICS: Mapping[Part, str] = {
+    "all": "discrepancy/k3_kl",
+    "lag": "discrepancy/lag_k3_kl",
+    "engine": "discrepancy/engine_k3_kl",
+}
 
 
 def reading_of_lag(k3: float) -> str:
@@ -60,43 +66,35 @@ def drift_warning(
     if constrained and ":" in settings.constraint_form:
         return None  # a function of the user's own, of which we have no runs
     form = settings.constraint_form if constrained else None
-    clip = "ppo_clip" in settings.correction_names
-    target = settings.constraint_target if constrained else settings.rollout_correction_target
-    whole, engine = metrics["discrepancy/k3_kl"], metrics.get("discrepancy/engine_k3_kl")
-    lag = metrics.get("discrepancy/lag_k3_kl")
+    # k3 of each part, by its metric; the engine's is that of the whole difference with a sampler in step.
+    k3s = {part: (name, metrics.get(name)) for part, name in _METRICS.items()}
     if age == 0:
-        lag, engine = 0.0, whole
-
-    def warning(name: str, what: str, k3: float | None, bound: float, finding: str) -> str | None:
-        if k3 is None or not k3 > bound:
-            return None
-        named = f"{name}={getattr(settings, name)!r} with {what}={k3:.3g}, above {bound:g}"
-        return f"{named}, where {finding}. See docs/which_one.md."
-
-    name = "constraint" if form is None else "constraint_form"
+        k3s |= {"lag": (_METRICS["lag"], 0.0), "engine": (f"{_METRICS['all']} in step", metrics[_METRICS["all"]])}
+    part: Part
     if form in PUSHES:
-        return warning(
-            name,
-            "discrepancy/k3_kl" if target == "all" else "discrepancy/lag_k3_kl",
-            whole if target == "all" else lag,
-            FAR,
-            "most of our runs with λ 0.1 or more ended without reward: use constraint='none'",
+        setting, part, bound = "constraint_form", settings.constraint_target, FAR
+        finding = "most of our runs with λ 0.1 or more ended without reward: use constraint='none'"
+    elif form is not None and settings.constraint_target == "all":
+        setting, part, bound = "constraint_form", "engine", PULLS_HARM_IN_STEP
+        finding = (
+            "it undid the training of our runs, because it pulls at the number format: set constraint_target='lag'"
         )
-    if form is not None or clip:
-        if target != "all":
-            return None  # what it acts on is the lag's part alone, or not its own number format
-        setting = name if form is not None else "rollout_correction"
-        bound = CLIP_COSTS_IN_STEP if form is None else PULLS_HARM_IN_STEP
-        finding = "it acted on the number format and cost our runs accuracy: set "
-        remedy = "constraint_target='lag'" if form is not None else "rollout_correction_target='lag'"
-        return warning(setting, "the engine's part of k3", engine, bound, finding + remedy)
-    if clips:
+    elif form is None and "ppo_clip" in settings.correction_names and settings.rollout_correction_target == "all":
+        setting, part, bound = "rollout_correction", "engine", CLIP_COSTS_IN_STEP
+        finding = "it cost our runs accuracy, because it clips the number format: set rollout_correction_target='lag'"
+    elif form is not None or clips or "ppo_clip" in settings.correction_names:
+        return None  # it acts on what the weights did
+    elif k3s["lag"][1] is None:
+        setting, part, bound = "constraint", "all", FAR
+        finding = "the number format or the lag may be the cause: discrepancy_split=True measures the lag's own part"
+    else:
+        setting, part, bound = "constraint", "lag", FAR
+        finding = "our runs with such a lag lost 8 points or more: lower weight_sync_steps, or use recipe='lag'"
+    metric, k3 = k3s[part]
+    if k3 is None or not k3 > bound:
         return None
-    if lag is None:
-        finding = "number format or lag may be the cause: discrepancy_split=True measures the lag's own part"
-        return warning(name, "discrepancy/k3_kl", whole, FAR, finding)
-    finding = "our runs with such a lag lost 8 points or more: lower weight_sync_steps, or use recipe='lag'"
-    return warning(name, "discrepancy/lag_k3_kl", lag, FAR, finding)
+    named = f"{setting}={getattr(settings, setting)!r} with {metric}={k3:.3g}"
+    return f"{named}, above {bound:g}, where {finding}. See docs/which_one.md."
 
 
 def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:

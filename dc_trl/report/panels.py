@@ -115,18 +115,18 @@ _DISCREPANCY = Panel(
     "discrepancy/mean",
     _draw_discrepancy,
 )
-_FORMAT = Panel(
-    _CONSTRAINT,
-    "part of the format",
-    "Mean discrepancy between the policy and itself as it is deployed: the number format's part.",
-    "discrepancy/format_mean",
-)
 _LAG = Panel(
     _CONSTRAINT,
     "part of the lag",
-    "Mean discrepancy between the deployed policy and the sampling engine: the part of older weights and of kernels.",
+    "Mean discrepancy between the policy and itself with the weights that sampled: what training did since then.",
     "discrepancy/lag_mean",
     _draw_discrepancy,
+)
+_ENGINE = Panel(
+    _CONSTRAINT,
+    "part of the engine",
+    "Mean discrepancy between the policy with the weights that sampled and the engine: number format and kernels.",
+    "discrepancy/engine_mean",
 )
 _AGE = Panel(
     _CONSTRAINT,
@@ -159,7 +159,7 @@ def panels_of(run: Run) -> list[Panel]:
             Panel(_OUTCOME, label, caption.format(label), metric, _draw_evaluations)
             for label, metric in benchmark_metrics(run).items()
         ),
-        *(_DISCREPANCY, _FORMAT, _LAG, _AGE, _MULTIPLIER, _K3, _LENGTH, _LEARNING_RATE, _ENTROPY, _GRADIENT),
+        *(_DISCREPANCY, _LAG, _ENGINE, _AGE, _MULTIPLIER, _K3, _LENGTH, _LEARNING_RATE, _ENTROPY, _GRADIENT),
     ]
     return [panel for panel in panels if run.series(panel.metric).steps]
 
