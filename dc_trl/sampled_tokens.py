@@ -6,8 +6,8 @@ and p_s the trainer's own forward with the present weights and with those that s
     log p − log q = (log p − log p_s) + (log p_s − log q)
 
 into the *lag*, what the weights did since they sampled, and the *engine*: number format, kernels, rounding. The lag
-needs no model of the engine, and is 0 where the present weights have sampled. Its ratio p/p_s is the one that the
-decoupled objective of AReaL (arXiv 2505.24298) clips.
+needs no model of the engine, and is 0 where the present weights have sampled. AReaL's decoupled objective (arXiv
+2505.24298) divides the ratio to the sampler too, at a policy between the two.
 
 Throughout, ``B`` is the number of trajectories and ``T`` the padded completion length. A token is *scored* when it
 enters the loss and both log-probabilities are finite; all other values, padding and NaN included, are ignored.

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from peft import LoraConfig
 
 from dc_trl import DCGRPOTrainer
 
@@ -68,6 +69,13 @@ def reward(completions, completion_ids, **kwargs):
 
 FIRST, LAST = slice(0, GROUP), slice(-GROUP, None)  # groups of a global batch, which two processes have one each
 MINI_BATCHES = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "learning_rate": 0.0, "num_iterations": 2}
+AT_THE_LAG = {
+    "constraint_target": "lag",
+    "constraint_form": "log_ratio",
+    "lambda_init": 0.1,
+    "weight_sync_steps": 3,
+    "learning_rate": 1e-2,
+}
 # Fields of each run, and what is done to which completions.
 RUNS: dict[str, tuple[dict, tuple]] = {
     "steps": ({}, ()),
@@ -80,7 +88,8 @@ RUNS: dict[str, tuple[dict, tuple]] = {
     "a rank without a group": ({"drop_zero_std_groups": True}, (make_alike, LAST)),
     "experts": ({}, ()),
     "through the deployed forward": ({"train_through_quantization": True}, ()),
-    "the lag's part": ({"constraint_target": "lag", "constraint_form": "log_ratio", "lambda_init": 0.1}, ()),
+    "the lag's part": (AT_THE_LAG, ()),
+    "the lag of an adapter": (AT_THE_LAG | {"peft_config": LoraConfig(r=4, init_lora_weights=False)}, ()),
     "streams": ({}, ()),
     "in bfloat16": ({"bf16": True, "max_steps": 1}, ()),
     "rollouts": ({"deployment_scheme": None}, ()),  # the one that DeepSpeed's ZeRO-3 can make
@@ -141,10 +150,11 @@ SAMPLED = {"whole": None, "resumed": "whole/checkpoint-2"}
 
 def sample(folder: Path, name: str) -> dict:
     fields = {"deployment_scheme": "fp8", "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lambda_lr": 5.0}
+    fields |= AT_THE_LAG  # saved between two synchronizations
     fields |= {"per_device_train_batch_size": GLOBAL // int(os.environ["WORLD_SIZE"])}
     trainer = make_trainer(folder / name, make_model(64), **fields)
     trainer.train(resume_from_checkpoint=str(folder / SAMPLED[name]) if SAMPLED[name] else None)
-    names = ("step", "loss", "grad_norm", "discrepancy/mean", "lagrangian/lambda")
+    names = ("step", "loss", "grad_norm", "discrepancy/mean", "discrepancy/lag_mean", "lagrangian/lambda")
     rows = [{name: row[name] for name in names} for row in trainer.state.log_history if "loss" in row]
     return {"kind": trainer.accelerator.distributed_type.value, "rows": rows}
 

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    TrainerCallback,
 )
 from trl import GRPOConfig, GRPOTrainer
 
@@ -33,6 +34,7 @@ from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.calibration.causes import disturb, view_of
 from dc_trl.command import call
 from dc_trl.quantization.deployed_forward import DeployedForward
+from dc_trl.sampled_tokens import SampledTokens
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -269,6 +271,50 @@ def completion_logps(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor
     with torch.no_grad():
         logps = completion_logits(model, batch).float().log_softmax(-1)
     return logps.gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
+
+
+class Watch(TrainerCallback):
+    """The policy's weights at each step, and each batch of the loss with the tokens that were counted of it."""
+
+    def __init__(self, trainer: DCGRPOTrainer):
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+        self.batches: list[dict[str, Any]] = []
+        self.tokens: list[tuple[int, SampledTokens]] = []  # with their steps
+        policy_loss, add = trainer.policy_loss, trainer._statistics["train"].add
+
+        def watched_loss(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+            self.batches.append(inputs)
+            return policy_loss(model, inputs)
+
+        def watched_add(tokens: SampledTokens, *others: Any) -> None:
+            self.tokens.append((trainer.state.global_step, tokens))
+            add(tokens, *others)
+
+        trainer.policy_loss, trainer._statistics["train"].add = watched_loss, watched_add
+        trainer.add_callback(self)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.weights[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def compared_lags(self, copy: Any, tolerance: float) -> list[torch.Tensor]:
+        """The lag of the tokens of each batch whose weights lagged, compared with that of another model's forwards."""
+
+        def logps(step: int, batch: dict[str, Any]) -> torch.Tensor:
+            copy.load_state_dict(self.weights[step])
+            return completion_logps(copy, batch)
+
+        found = []
+        for (step, tokens), batch in zip(self.tokens, self.batches, strict=True):
+            lag = (tokens.train_logps - tokens.lagged_logps)[tokens.scored]
+            engine = (tokens.lagged_logps - tokens.infer_logps)[tokens.scored]
+            torch.testing.assert_close(lag + engine, (tokens.train_logps - tokens.infer_logps)[tokens.scored])
+            if tokens.age == 0:
+                assert torch.equal(lag, torch.zeros_like(lag))
+                continue
+            expected = logps(step, batch) - logps(step - tokens.age, batch)
+            torch.testing.assert_close(lag, expected[tokens.scored], rtol=0, atol=tolerance)
+            found.append(lag)
+        return found
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:

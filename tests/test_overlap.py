@@ -21,6 +21,7 @@ from . import helpers
 from .helpers import (
     TINY_MODEL,
     TWO_PROCESSES,
+    Watch,
     at_server,
     distinct_characters,
     load_script,
@@ -135,6 +136,21 @@ def test_the_server_samples_with_the_weights_from_before_the_batch_that_trains(t
 
 
 @requires_vllm
+@pytest.mark.parametrize(("options", "ages"), [({}, [0, 1, 1, 1, 1]), ({"weight_sync_steps": 2}, [0, 1, 2, 1, 2])])
+def test_the_lag_is_that_of_the_weights_that_sampled_ahead(tmp_path, options, ages):
+    """Of the batch that trains, also where newer weights have gone to the server for the batch ahead."""
+    fields = {"constraint": "none", "discrepancy_split": True, "learning_rate": 1e-2, "max_steps": 5} | options
+    with standing_in(shortest=1) as server:
+        trainer = make_trainer(server.url, tmp_path, **fields)
+        watch = Watch(trainer)
+        trainer.train()
+    assert [tokens.age for _, tokens in watch.tokens] == ages
+    lags = watch.compared_lags(make_model(64), 2e-5)
+    assert len(lags) == 4
+    assert min(lag.abs().max() for lag in lags) > 0.01
+
+
+@requires_vllm
 def test_without_a_lag_the_samples_are_those_of_a_synchronous_run(tmp_path):
     """With a learning rate of 0 all weights are the same, and so is everything that is logged.
 
@@ -209,6 +225,7 @@ def test_several_servers_sample_ahead_together_with_one_version(tmp_path):
 def test_a_resumed_run_goes_on_with_the_batch_that_was_sampled_ahead(tmp_path, options, step, started):
     """`started` are the prompts that were sampled by then, those of the batch ahead among them."""
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "lambda_lr": 0.5} | options
+    options |= {"constraint_target": "lag", "constraint_form": "log_ratio", "learning_rate": 1e-2}
     with standing_in(shortest=1, seconds=0.05) as server:
         whole = make_trainer(server.url, tmp_path / "whole", **options)
         whole.train()
@@ -219,6 +236,7 @@ def test_a_resumed_run_goes_on_with_the_batch_that_was_sampled_ahead(tmp_path, o
         resumed.train(resume_from_checkpoint=str(checkpoint))
         asked_again = len(rollouts(server)) - asked
     assert untimed_rows(resumed, step) == untimed_rows(whole, step)
+    assert max(logged(resumed, "discrepancy/lag_mean")) > 1e-4
     assert asked_again == asked - started
     ends = [load_file(tmp_path / run / "checkpoint-6" / "model.safetensors") for run in ("whole", "resumed")]
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())

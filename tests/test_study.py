@@ -597,7 +597,7 @@ def test_what_each_recipe_sets_is_the_best_remedy_that_the_study_found_or_tied_w
         "constraint": base["constraint"],
         "recipe": base["recipe"],
     }
-    # The recipe pulls at the lag's own part, which the study's sweeps do not have: confirmed_lag.yaml compares the two.
+    # The recipe pulls at the lag's own part, which the study's sweeps do not have: see confirmed_lag.yaml.
     pull_at_lag = LOG_RATIO | {"constraint_target": "lag"}
     for recipe, remedy in (("lag", pull_at_lag), ("format", ALIGNED), ("both", LOG_RATIO | ALIGNED)):
         of_recipe = make_config(tmp_path, deployment_scheme=base["deployment_scheme"], recipe=recipe).to_dict()

@@ -204,8 +204,8 @@ class Sampler:
     def _load_ahead(self, folder: str, state: dict[str, Any]) -> None:
         logger.warning(
             f"{folder} holds a generation batch that was sampled ahead by {state['engine']!r} with "
-            "rollout_overlap=True, and this run does not use that, or the checkpoint lacks the weights that sampled "
-            "it, with which this run would score it: it is discarded, and a new one is sampled."
+            "rollout_overlap=True, which this run does not use, or cannot score without the weights that sampled it: "
+            "it is discarded, and a new one is sampled."
         )
 
     def start_again(self) -> None:
