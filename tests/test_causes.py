@@ -133,6 +133,25 @@ def test_depth_raises_the_floor():
     assert 0 < 10 * low < high < of_the_format
 
 
+def test_depth_raises_the_floor_of_the_lag(tokenizer):
+    """In bfloat16 compute alone, and for the tiny model by what another copy's forwards give at two near weights."""
+    options = {"samples": 2, "max_tokens": 12, "batch_prompts": 4, **QUIET}
+    prompts = arithmetic_dataset(8, 0, "train")["prompt"][:]
+
+    def floor_of(model, **settings):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        engine = calibrate(model, tokenizer, ["replica:bf16"], prompts, **options, **settings).engines[0]
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        return engine.estimates["lag_floor"].value
+
+    shallow = floor_of(tiny(torch.float32), bf16=True)
+    assert 1e-8 < shallow < 1e-4
+    assert floor_of(make_tall_model(), bf16=True) > 100 * shallow
+    assert floor_of(tiny(torch.float32), bf16=False) < 0.01 * shallow
+    unsplit = calibrate(tiny(), tokenizer, ["replica:bf16"], prompts, split=False, **options).engines[0]
+    assert "lag_floor" not in unsplit.estimates
+
+
 def test_merging_an_adapter_is_a_cause(tokenizer):
     policy = get_peft_model(make_model(32).bfloat16(), LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
     generator = torch.Generator().manual_seed(0)

@@ -45,6 +45,8 @@ Causes: TypeAlias = frozenset[str]
 _DISORDER = 1e-7
 _BITS = 8  # of a bfloat16 number's significand
 _LARGE = 0.25  # share of δ̄ above which a cause is worth a setting
+# That of each weight in `lag_floor`: a step of Adam at the paper's learning rate.
+_SMALL_STEP = 1e-6
 # Up to this multiple of the floor, what no cause explains is put down to it: sums whose terms cancel differ by more
 # than the floor assumes.
 _OF_THE_FLOOR = 1.5
@@ -130,6 +132,33 @@ def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diag
     floor = case.discrepancy(disturbed, passes[frozenset(causes)])
     split = split_discrepancy(left, floor, causes, case.settings.seed)
     return Diagnosis(scheme, split, recommend(split, found.estimates["k3_kl"]))
+
+
+def lag_floor(case: Case, train: Sequence[Tensor]) -> Estimate:
+    """Return the k3 that the trainer's own forward has between any two weights, however near: the floor of the lag.
+
+    Each trained weight moves by `_SMALL_STEP` up or down at random, which changes the policy by nothing but rounding.
+
+    Args:
+        case: an engine's samples, and the policy, which has its own weights again afterwards.
+        train: log π_train of each rollout's tokens.
+    """
+    weights = [parameter for parameter in case.policy.parameters() if parameter.requires_grad]
+    own = [weight.detach().to("cpu", copy=True) for weight in weights]
+    generator = torch.Generator(case.policy.device).manual_seed(case.settings.seed)
+    try:
+        with torch.no_grad():
+            for weight in weights:
+                signs = torch.randint(2, weight.shape, generator=generator, device=weight.device) * 2 - 1
+                weight.add_(signs, alpha=_SMALL_STEP)
+        moved = train_logps(case.policy, case.prompts, case.sample.rollouts, case.settings)
+    finally:
+        with torch.no_grad():
+            for weight, before in zip(weights, own, strict=True):
+                weight.copy_(before)
+    tokens = ScoredTokens(case.sample.rollouts, train, moved, len(case.prompts), case.settings.measure)
+    d = tokens.train - tokens.infer
+    return ratio_estimate(*tokens.mean_of_tokens(np.expm1(d) - d), case.settings.seed)
 
 
 def view_of(policy: Policy) -> Policy:

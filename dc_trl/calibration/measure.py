@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, tokenize
 from ..rollouts.sampling import EngineSpec
-from .causes import Case, diagnose
+from .causes import Case, diagnose, lag_floor
 from .mismatch import measure_engine
 from .result import Calibration, EngineMismatch
 from .rollouts import Policy, require_engines, sample_rollouts
@@ -80,7 +80,10 @@ def calibrate(
 def _measure(case: Case) -> EngineMismatch:
     train = train_logps(case.policy, case.prompts, case.sample.rollouts, case.settings)
     found = measure_engine(case.sample, train, len(case.prompts), case.settings)
+    if not case.settings.split:
+        return found
+    found = replace(found, estimates=found.estimates | {"lag_floor": lag_floor(case, train)})
     try:
-        return replace(found, diagnosis=diagnose(case, train, found)) if case.settings.split else found
+        return replace(found, diagnosis=diagnose(case, train, found))
     except ValueError as error:  # the policy cannot compute as this engine does
         return replace(found, notes=[*found.notes, f"δ̄ is not split into its causes: {error}"])

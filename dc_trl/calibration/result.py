@@ -58,7 +58,8 @@ class EngineMismatch:
     completions: int
     tokens: int
     truncated: int  # completions that the limit of tokens cut off
-    estimates: dict[str, Estimate]  # δ̄ as `discrepancy`, and KL(π_inf ‖ π_train) as `k3_kl`
+    # δ̄ as `discrepancy`, KL(π_inf ‖ π_train) as `k3_kl` and, where the split was asked for, `lag_floor`.
+    estimates: dict[str, Estimate]
     percentiles: dict[str, float]  # of δ
     pearson: float | None  # correlation of the probabilities of both sides; None where one side has but one
     tolerance: Tolerance

@@ -17,6 +17,7 @@ def summary_table(calibration: Calibration) -> TableRows:
         ("δ̄ of a batch", lambda e: _interval(e.estimates["discrepancy"])),
         ("δ: 50 / 90 / 99 / 99.9 %", lambda e: " / ".join(f"{e.percentiles[p]:.2g}" for p in _SHOWN)),
         ("KL(π_inf ‖ π_train), k3, nats", lambda e: _interval(e.estimates["k3_kl"])),
+        ("the same of the lag at a tiny step: its floor", lambda e: _known(e.estimates.get("lag_floor"))),
         ("Pearson of probabilities", lambda e: "–" if e.pearson is None else f"{e.pearson:.6f}"),
         ("tokens", lambda e: f"{e.tokens:,}"),
         ("completions cut off", lambda e: f"{e.truncated / e.completions:.1%}"),
@@ -53,6 +54,10 @@ def print_calibration(calibration: Calibration) -> None:
             print(f"NOTE, {engine.engine}: {note}")
     for engine in calibration.engines:
         print(f"{engine.tolerance.config_line}  # {engine.engine}, measured on {settings['prompts']} prompts")
+
+
+def _known(estimate: Estimate | None) -> str:
+    return "–" if estimate is None else _interval(estimate)
 
 
 def _interval(estimate: Estimate | Tolerance) -> str:
