@@ -1,5 +1,8 @@
 """Plans the memory of a run from a model's configuration alone: what each training device holds.
 
+The last row but one is what its process keeps on the host of the weights that sampled, if `discrepancy_split` or a
+target asks for the lag's part: one copy of the trained tensors with `weight_sync_steps`, two with `rollout_overlap`.
+
 python scripts/plan.py --model configs/models/qwen3_8b.json --device h100 --gpus 4
 python scripts/plan.py --config qwen3_30b_a3b_fp8 --device h100 --gpus 16
 
@@ -303,6 +306,7 @@ def main(words: Sequence[str] | None = None) -> None:
         [f"{part}, GB", *(f"{asdict(memory)[part] / 1e9:.1f}" for memory in memories)] for part in asdict(memories[0])
     ]
     rows.append(["peak, GB", *(f"{memory.total / 1e9:.1f}" for memory in memories)])
+    rows.append(["on the host, a copy for the lag, GB", *(f"{memory.weights / 1e9:.1f}" for memory in memories)])
     rows.append(["fits", *("yes" if memory.total <= usable else "no" for memory in memories)])
     title = f"{name}: each of {args.gpus} training {args.device}, of which {usable / 1e9:.0f} GB are usable"
     print_table(["", *WAYS], rows, title)

@@ -8,14 +8,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.sampled_tokens import SampledTokens
 
-from .helpers import TINY_MODEL, Watch, distinct_characters, logged, make_trainer, untimed_rows
+from .helpers import (
+    TINY_MODEL,
+    Watch,
+    completion_logits,
+    completion_logps,
+    distinct_characters,
+    logged,
+    make_model,
+    make_trainer,
+    untimed_rows,
+)
 
 
 def of_conversations(completions, **kwargs):
@@ -194,6 +204,79 @@ def test_dual_ascent_follows_the_part_that_is_constrained(tmp_path):
         assert violation == pytest.approx(mean - tolerance)
         expected = min(max(expected + 2.0 * (mean - tolerance), 0.0), 1.0)
     assert trainer.lagrange_multiplier.value == pytest.approx(expected)
+
+
+def trajectory(values, mask):
+    return ((values * mask).sum(1) / mask.sum(1)).unsqueeze(1).expand_as(values)
+
+
+PENALTIES = {
+    "injected": lambda a, b: (a.exp() - b.exp()).abs(),
+    "quadratic": lambda a, b: a.exp() - b.exp(),
+    "log_ratio": lambda a, b: a - b,
+}
+# Of the ratio, its logarithm, the advantages and the mask; the bounds make each of them act on this model.
+WEIGHTS = {
+    "token_truncate(0.9, 1.1)": lambda r, d, adv, mask: r.clamp(0.9, 1.1),
+    "token_mask(0.9, 1.1)": lambda r, d, adv, mask: r * ((r >= 0.9) & (r <= 1.1)),
+    "sequence_truncate(0.8, 1.2)": lambda r, d, adv, mask: (d * mask).sum(1, keepdim=True).exp().clamp(0.8, 1.2),
+    "geometric_mask(0.99, 1.01)": lambda r, d, adv, mask: (trajectory(d, mask).exp() - 1).abs() <= 0.01,
+    "ppo_clip(0.95, 1.05)": lambda r, d, adv, mask: r * ~(((adv > 0) & (r > 1.05)) | ((adv < 0) & (r < 0.95))) * mask,
+}
+CASES = [
+    *(({"constraint": "static", "constraint_form": form, "lambda_init": 0.7}, "lag") for form in PENALTIES),
+    *(({"rollout_correction": name}, part) for name in WEIGHTS for part in ("lag", "engine")),
+    (
+        {"constraint": "static", "constraint_form": "log_ratio", "lambda_init": 0.7}
+        | {"rollout_correction": "icepop"},
+        "lag",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "part"), CASES, ids=lambda value: value if isinstance(value, str) else None)
+def test_the_gradient_of_a_step_is_that_of_the_formula(tmp_path, fields, part):
+    """−⟨w·(Â − λ·c)·∇ log p⟩, of a mean over completions of means over tokens, from forwards of another copy."""
+    targets = {}
+    if "constraint" in fields:
+        targets["constraint_target"] = part
+    if "rollout_correction" in fields:
+        targets["rollout_correction_target"] = part
+    options = (
+        {"constraint": "none", "loss_type": "grpo", "max_grad_norm": 0.0, "learning_rate": 1e-2} | fields | targets
+    )
+    options |= {"deployment_scheme": "int4_g32", "weight_sync_steps": 2, "max_steps": 2}
+    trainer = make_trainer(tmp_path, make_model(64), distinct_characters, **options)
+    watch, gradients = Watch(trainer), []
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+
+    trainer.add_callback(Gradients())
+    trainer.train()
+    batch = watch.batches[-1]
+    mask, advantages = batch["completion_mask"].float(), batch["advantages"].unsqueeze(1)
+    assert watch.tokens[-1][1].age == 1
+    model = make_model(64)
+    model.load_state_dict(watch.weights[0])
+    lagged = completion_logps(model, batch)
+    model.load_state_dict(watch.weights[1])
+    scores = completion_logits(model, batch).log_softmax(-1)
+    present = scores.gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    a, b = (present.detach(), lagged) if part == "lag" else (lagged, batch["sampling_per_token_logps"])
+    penalised, weights = advantages.expand_as(mask), torch.ones_like(mask)
+    if "constraint" in fields:
+        penalised = advantages - 0.7 * PENALTIES[fields["constraint_form"]](a, b)
+    if (name := fields.get("rollout_correction")) == "icepop":
+        weights = (a - b).exp() * (((a - b).exp() >= 0.5) & ((a - b).exp() <= 5.0))
+    elif name is not None:
+        weights = WEIGHTS[name]((a - b).exp(), a - b, penalised, mask)
+        assert (weights * mask - mask).abs().max() > 1e-3  # it acts
+    loss = -((weights * penalised * present * mask).sum(1) / mask.sum(1)).mean()
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    for found, wanted in zip(gradients[-1], expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item() + 1e-7)
 
 
 # --- checkpoints

@@ -32,6 +32,7 @@ from .helpers import (
     ROOT,
     TINY_MODEL,
     TWO_PROCESSES,
+    Watch,
     assert_finite,
     at_server,
     completion_logits,
@@ -63,6 +64,28 @@ def test_every_step_samples_with_the_present_weights(fp8_server, tmp_path):
     assert len(set(logged(trainer, "lagrangian/lambda"))) > 1
     for present, stale in sampled_by.gaps:
         assert stale > 3 * present
+
+
+@pytest.mark.parametrize("kind", ["all weights", "adapter"])
+def test_the_lag_is_what_the_weights_did_whatever_the_server_computes(fp8_server, tmp_path, kind):
+    """In step the server's own part alone is there; with a lag it stays, and another copy's forwards give the rest."""
+    adapter = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+
+    def policy():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+        return get_peft_model(model, adapter) if kind == "adapter" else model
+
+    options = {"weight_sync_steps": 3, "max_steps": 4, "learning_rate": 3e-3, "constraint": "none"}
+    trainer = make_trainer(fp8_server.url, tmp_path, policy(), discrepancy_split=True, **options)
+    watch = Watch(trainer)
+    trainer.train()
+    assert logged(trainer, "sync/age") == [0, 1, 2, 0]
+    lags = watch.compared_lags(policy(), 1e-4)
+    assert min(lag.abs().max() for lag in lags) > 0.05
+    lag, engine = (logged(trainer, f"discrepancy/{part}_k3_kl") for part in ("lag", "engine"))
+    assert (lag[0], lag[3]) == (0, 0)
+    assert min(lag[1:3]) > max(engine)
 
 
 def test_the_best_weights_reach_the_server_when_they_are_loaded_at_the_end(fp8_server, tmp_path):

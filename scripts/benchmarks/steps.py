@@ -38,7 +38,10 @@ def _status(name: str) -> int:
 
 
 class StepClock(TrainerCallback):
-    """Seconds and peak memory of the steps of one `train` call."""
+    """Seconds and peak memory of the steps of one `train` call, from a step on."""
+
+    def __init__(self, first: int = 0):
+        self.first = first  # number of steps that are left out
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.seconds, self.peak = 0.0, 0
@@ -49,6 +52,8 @@ class StepClock(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         synchronize()
+        if state.global_step <= self.first:
+            return
         self.seconds += time.perf_counter() - self._start
         self.peak = max(self.peak, peak())
 
