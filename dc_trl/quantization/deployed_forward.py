@@ -129,8 +129,6 @@ class DeployedForward(TrainerCallback):
         activations: whether to compute with the deployed activations, where the scheme quantizes them.
         compute: whether to compute in bfloat16 without autocast, with positions counted as engines count them, and on
             a CPU with the arithmetic of the replica's attention, whose memory grows with the square of the length.
-        replicas_attention: whether to take the replica's attention on a CPU; without it, the policy keeps its own, as
-            it must where that keeps the sequences of a row apart.
         cache: whether to attend to keys and values of a KV cache in FP8, where the scheme has one.
         adapters: whether to compute with LoRA adapters as they are deployed; otherwise they compute beside their
             layers, as usual in training.
@@ -148,7 +146,6 @@ class DeployedForward(TrainerCallback):
         weights: bool = True,
         activations: bool = True,
         compute: bool = True,
-        replicas_attention: bool = True,
         cache: bool = True,
         adapters: bool = True,
         lora_deployment: str = "merged",
@@ -185,7 +182,7 @@ class DeployedForward(TrainerCallback):
         self._ends = round_as_vllm(base, lambda: self.enabled) if compute else []
         self._base = base
         own = base.config._attn_implementation
-        deployed = attention.NAME if compute and replicas_attention and base.device.type == "cpu" else own
+        deployed = attention.NAME if compute and base.device.type == "cpu" else own
         if cache and quantizes_cache(scheme):
             deployed = attention.with_fp8_cache(deployed)
         self._attention = (own, deployed) if deployed != own else None

@@ -13,10 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from ..resuming.checkpoints import LAGGED_FILE
 
 
 class SamplerWeights:
@@ -47,11 +50,6 @@ class SamplerWeights:
         """The optimizer steps whose weights are kept."""
         return list(self._versions)
 
-    @property
-    def sharded(self) -> bool:
-        """Whether each process keeps shards of its own."""
-        return isinstance(self._policy, FSDPModule)
-
     @torch.no_grad()
     def keep(self, step: int) -> None:
         """Copy the present weights, those of an optimizer step, and drop the oldest version if there are too many."""
@@ -74,22 +72,30 @@ class SamplerWeights:
         """Forget all versions."""
         self._versions.clear()
 
-    def save(self, path: Path, steps: list[int]) -> None:
-        """Write the versions of some steps, as safetensors, for `load`."""
-        kept = {f"{step}.{name}": tensor for step in steps for name, tensor in self._versions[step].items()}
-        save_file(kept, path)
+    def save(self, folder: str, writes: bool) -> None:
+        """Write the versions into a checkpoint, as safetensors: shards from each process, else where it `writes`."""
+        if self._sharded or writes:
+            kept = {f"{step}.{name}": tensor for step in self.steps for name, tensor in self._versions[step].items()}
+            save_file(kept, self._file_in(folder))
 
-    def load(self, path: Path, same_processes: bool) -> None:
-        """Keep the versions that `save` has written, in place of those that are kept.
+    def load(self, folder: str, same_processes: bool) -> None:
+        """Keep the versions of a checkpoint, or none where it has none for this process, in place of those kept.
 
         The shards of another number of processes are of no use.
         """
         self.clear()
-        if self.sharded and not same_processes:
-            return
-        for key, tensor in load_file(path).items():
-            step, name = key.split(".", 1)
-            self._versions.setdefault(int(step), {})[name] = tensor
+        file = self._file_in(folder)
+        if file.is_file() and (same_processes or not self._sharded):
+            for key, tensor in load_file(file).items():
+                step, name = key.split(".", 1)
+                self._versions.setdefault(int(step), {})[name] = tensor
+
+    @property
+    def _sharded(self) -> bool:
+        return isinstance(self._policy, FSDPModule)
+
+    def _file_in(self, folder: str) -> Path:
+        return Path(folder, LAGGED_FILE.format(rank=PartialState().process_index if self._sharded else 0))
 
     def _tensors(self) -> dict[str, Tensor]:
         for module in self._policy.modules():

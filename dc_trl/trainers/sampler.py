@@ -21,7 +21,7 @@ import transformers
 from accelerate.logging import get_logger
 
 from ..quantization.policy import unwrapped
-from ..resuming.checkpoints import AHEAD_FILE, LAGGED_FILE, SAMPLER_FOLDER
+from ..resuming.checkpoints import AHEAD_FILE, SAMPLER_FOLDER
 from ..rollouts.schedule import LookAhead, SyncSchedule
 from ..trl_hooks import Completions, HookedTrainer
 from .lag import SamplerWeights
@@ -158,29 +158,21 @@ class Sampler:
     def save(self, folder: str) -> dict[str, Any]:
         """Save the sampler's weights, unless new ones are due, and return the state for `load`, as JSON values."""
         schedule = self._schedule
-        args, kept = self._trainer.args, self._outlives_step
-        if kept and args.should_save:
+        writes = self._trainer.args.should_save
+        kept = schedule.every > 1 and not schedule.due(self._trainer.state.global_step)
+        if kept and writes:
             if self._kept is None:
                 self._engine.save_weights(Path(folder, SAMPLER_FOLDER))
             else:
                 shutil.copytree(Path(self._kept.name, SAMPLER_FOLDER), Path(folder, SAMPLER_FOLDER))
-        if self.lagged is not None and (steps := self._still_used()) and (self.lagged.sharded or args.should_save):
-            self.lagged.save(self._lagged_file(folder), steps)
+        if self.lagged is not None and (kept or self._samples_ahead):
+            self.lagged.save(folder, writes)
         weight_sync = {"schedule": asdict(schedule), "engine": self._engine_name, "kept": kept}
         return {"weight_sync": weight_sync, "rollout_ahead": None}
 
     @property
-    def _outlives_step(self) -> bool:
-        """Whether the weights that sample will go on to do so after the present step."""
-        return self._schedule.every > 1 and not self._schedule.due(self._trainer.state.global_step)
-
-    def _still_used(self) -> list[int]:
-        """Return the steps of the weights with which batches that will be trained on are sampled, or will be."""
-        return [self._schedule.step] if self._outlives_step and self._schedule.step is not None else []
-
-    def _lagged_file(self, folder: str) -> Path:
-        assert self.lagged is not None
-        return Path(folder, LAGGED_FILE.format(rank=self._trainer.accelerator.process_index * self.lagged.sharded))
+    def _samples_ahead(self) -> bool:
+        return False
 
     def _knows(self, step: int | None) -> bool:
         """Return whether the policy can have the weights of a step again, where something asks for the lag's part."""
@@ -189,8 +181,8 @@ class Sampler:
     def load(self, folder: str, state: dict[str, Any]) -> None:
         """Sample with the weights that `save` saved until new ones are due."""
         weights = state["weight_sync"]
-        if self.lagged is not None and (file := self._lagged_file(folder)).is_file():
-            self.lagged.load(file, state["num_processes"] == self._trainer.accelerator.num_processes)
+        if self.lagged is not None:
+            self.lagged.load(folder, state["num_processes"] == self._trainer.accelerator.num_processes)
         self._schedule = schedule = SyncSchedule(**weights["schedule"] | {"every": self._schedule.every})
         if not schedule.due(self._trainer.state.global_step):
             if weights["kept"] and weights["engine"] == self._engine_name and self._knows(schedule.step):
@@ -335,8 +327,9 @@ class OverlappedSampler(Sampler):
             state["rollout_ahead"] = {"weights_of_step": self._ahead_of, "engine": self._engine_name}
         return state
 
-    def _still_used(self):
-        return sorted({*super()._still_used(), *([] if self._ahead_of is None else [self._ahead_of])})
+    @property
+    def _samples_ahead(self):
+        return self._ahead_of is not None
 
     def _load_ahead(self, folder, state):
         if state["engine"] != self._engine_name or not self._knows(state["weights_of_step"]):
