@@ -1,7 +1,8 @@
 """Plans the memory of a run from a model's configuration alone: what each training device holds.
 
 The last row but one is what its process keeps on the host of the weights that sampled, if `discrepancy_split` or a
-target asks for the lag's part: one copy of the trained tensors with `weight_sync_steps`, two with `rollout_overlap`.
+target asks for the lag's part: one copy of the trained tensors with `weight_sync_steps`, two with `rollout_overlap`,
+and one more while a batch is scored with them.
 
 python scripts/plan.py --model configs/models/qwen3_8b.json --device h100 --gpus 4
 python scripts/plan.py --config qwen3_30b_a3b_fp8 --device h100 --gpus 16

@@ -14,6 +14,7 @@ from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.sampled_tokens import SampledTokens
+from dc_trl.trainers.lag import SamplerWeights
 
 from .helpers import (
     TINY_MODEL,
@@ -169,6 +170,37 @@ def test_dropout_would_be_taken_for_a_lag(tmp_path):
         tiny(tmp_path, discrepancy_split=True, peft_config=adapter)
     tiny(tmp_path, discrepancy_split=True, peft_config=adapter, disable_dropout=True)
     tiny(tmp_path, discrepancy_split=True, peft_config=adapter, weight_sync_steps=1)
+
+
+@pytest.mark.parametrize("fails_at", [0, 3, None], ids=["first", "fourth", "forward"])
+def test_the_present_weights_are_back_however_it_ends(monkeypatch, fails_at):
+    """A Ctrl-C or a full memory, while weights change places or while a batch is scored."""
+    model = make_model(64)
+    weights = SamplerWeights(model, 1)
+    weights.keep(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    copy, calls = torch.Tensor.copy_, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(self)
+        if len(calls) - 1 == fails_at:
+            raise KeyboardInterrupt
+        return copy(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
+
+    def score():
+        with weights.in_place(0):
+            assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score()
+    assert len(calls) > (fails_at or 0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 # --- remedies

@@ -2,8 +2,8 @@
 
 What the weights did since they sampled is log p − log p_s, by one forward with two versions of the weights: see
 `dc_trl.sampled_tokens`. A version is a copy of the trainable tensors as they are: those of an adapter alone where one
-is trained, and the local shards under FSDP2. It lies in the host's memory, and there is never a second model on the
-device: tensor by tensor, the kept weights and the present ones change places.
+is trained, and the local shards under FSDP2. It lies in the host's memory, where the present weights go too while it
+is in their place: there is never a second model on the device.
 """
 
 from __future__ import annotations
@@ -61,12 +61,22 @@ class SamplerWeights:
 
     @contextmanager
     def in_place(self, step: int) -> Iterator[None]:
-        """Compute with the weights of a step within the context. No gradient may be under way, nor be computed."""
-        self._exchange(self._versions[step])
+        """Compute with the weights of a step within the context. No gradient may be under way, nor be computed.
+
+        However the context ends, also while weights change places, the present ones are back afterwards.
+        """
+        present: dict[str, Tensor] = {}
         try:
+            with torch.no_grad():
+                for name, tensor in self._tensors().items():
+                    present[name] = tensor.to("cpu", copy=True)
+                    tensor.copy_(self._versions[step][name])
             yield
         finally:
-            self._exchange(self._versions[step])
+            tensors = self._tensors()
+            with torch.no_grad():
+                for name, value in present.items():
+                    tensors[name].copy_(value)
 
     def clear(self) -> None:
         """Forget all versions."""
@@ -108,10 +118,3 @@ class SamplerWeights:
             for name, parameter in self._policy.named_parameters()
             if parameter.requires_grad
         }
-
-    @torch.no_grad()
-    def _exchange(self, kept: dict[str, Tensor]) -> None:
-        for name, tensor in self._tensors().items():
-            present = tensor.to("cpu", copy=True)
-            tensor.copy_(kept[name])
-            kept[name] = present
