@@ -3,7 +3,7 @@
     python scripts/study/lag_signal.py --schemes fp8 int4 bf16
 
 A model trains by GRPO with a sampler that lags. At the ages asked for, each of these is compared, token by token, with
-the true drift, log p − log p_s by two forwards in float32:
+the true drift, log p − log p_s by another copy of the model in float32:
 
     whole            log p − log q, what `constraint_target: all` acts on
     lag              log p − log p_s in the trainer's own precision, what `constraint_target: lag` acts on
@@ -41,6 +41,7 @@ class Measured(DCGRPOTrainer):
     def __init__(self, *args: Any, scheme: str, ages: list[int], **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.deployed = DeployedForward(self.model, scheme)
+        self.in_float32 = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.float32)
         self.ages, self.rows = ages, list[list[Any]]()
 
     def policy_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -49,44 +50,44 @@ class Measured(DCGRPOTrainer):
         return super().policy_loss(model, inputs)
 
     @contextmanager
-    def computing(self, deployed: bool = False, in_float32: bool = False, lagged: bool = False) -> Iterator[None]:
-        """Compute as the deployed policy, in float32, or with the weights that sampled, within the context."""
+    def computing(self, deployed: bool = False, lagged: bool = False) -> Iterator[None]:
+        """Compute as the deployed policy, or with the weights that sampled, within the context."""
         with ExitStack() as stack:
             if deployed:
                 stack.enter_context(self.deployed.active())
-            stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=not in_float32))
             if lagged:
                 stack.enter_context(self.sampler.sampling_weights())
             yield
 
-    def logps(self, inputs: dict[str, Any]) -> Tensor:
-        """Return log p of the scored tokens, nats, shape (tokens,)."""
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        width = inputs["completion_ids"].shape[1]
-        logits = self.model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1].float()
-        chosen = logits.log_softmax(-1).gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
-        return chosen[loss_mask(inputs).bool()]
-
     def lag(self, inputs: dict[str, Any], **how: bool) -> Tensor:
         with torch.no_grad():
             with self.computing(**how):
-                present = self.logps(inputs)
+                present = logps_of(self.model, inputs)
             with self.computing(lagged=True, **how):
-                return present - self.logps(inputs)
+                return present - logps_of(self.model, inputs)
+
+    def drift(self, inputs: dict[str, Any]) -> Tensor:
+        """Return the lag by another copy of the model: accelerate wraps the policy's forward in autocast."""
+        logps = []
+        for lagged in (False, True):
+            with self.computing(lagged=lagged):
+                self.in_float32.load_state_dict(self.model.state_dict())
+            with torch.no_grad():
+                logps.append(logps_of(self.in_float32, inputs))
+        return logps[0] - logps[1]
 
     def norm(self, inputs: dict[str, Any], coefficients: Tensor) -> float:
         """Return the norm of the gradient of the mean of coefficient · log p."""
         parameters = list(self.model.parameters())
         with self.computing():
-            objective = (coefficients * self.logps(inputs)).mean()
+            objective = (coefficients * logps_of(self.model, inputs)).mean()
         return float(torch.stack([g.norm() for g in torch.autograd.grad(objective, parameters)]).norm())
 
     def measure(self, inputs: dict[str, Any]) -> None:
         scored = loss_mask(inputs).bool()
-        drift = self.lag(inputs, in_float32=True)
+        drift = self.drift(inputs)
         with torch.no_grad(), self.computing():
-            whole = self.logps(inputs) - inputs["sampling_per_token_logps"][scored]
+            whole = logps_of(self.model, inputs) - inputs["sampling_per_token_logps"][scored]
         parts = {
             "whole": whole,
             "lag": self.lag(inputs),
@@ -100,6 +101,16 @@ class Measured(DCGRPOTrainer):
             share = LAMBDA * self.norm(inputs, part) / of_policy
             correlation = torch.corrcoef(torch.stack([part, drift]))[0, 1].item()
             self.rows.append([name, self.sampler.age, k3, part.std().item(), share, correlation])
+
+
+def logps_of(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """Return log p of the scored tokens of a batch, nats, shape (tokens,), by the model's own forward."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    width = inputs["completion_ids"].shape[1]
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -width - 1 : -1].float()
+    chosen = logits.log_softmax(-1).gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    return chosen[loss_mask(inputs).bool()]
 
 
 def main() -> None:

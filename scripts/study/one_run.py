@@ -18,7 +18,7 @@ class TrainedPolicyCallback(TrainerCallback):
     For small models in one process, as the study trains them.
 
     Args:
-        trainer: with held-out problems whose prompts are conversational, and one reward function.
+        trainer: with held-out problems and one reward function.
     """
 
     def __init__(self, trainer: DCGRPOTrainer):
@@ -41,20 +41,19 @@ class TrainedPolicyCallback(TrainerCallback):
 
 
 def prompt_ids(trainer: DCGRPOTrainer, rows: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """Return the token ids of conversational prompts."""
-    prompts = [row["prompt"] for row in rows]
-    template = {"add_generation_prompt": True, "return_dict": True}
-    return trainer.processing_class.apply_chat_template(prompts, **template)["input_ids"]
+    """Return the token ids of plain or conversational prompts."""
+    return trainer.tokenize([row["prompt"] for row in rows])[0]
 
 
 def rewards_of(
     trainer: DCGRPOTrainer, reward: Any, rows: Sequence[dict[str, Any]], completion_ids: list[list[int]]
 ) -> list[float]:
     """Return a reward for each completion; the function is called as TRL calls it, with the columns of the rows."""
-    texts = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+    completions: list = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    completions = [[{"role": "assistant", "content": text}] for text in texts]
     prompts = columns.pop("prompt")
+    if not isinstance(prompts[0], str):
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
     return reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
 
 
