@@ -339,6 +339,13 @@ def test_the_lag_of_each_sample_is_that_of_the_weights_that_began_it(make_traine
             lags += lag.abs().tolist() if age else []
             assert age or not lag.any()
     assert max(lags) > 0.3
+    # Of the last step, whose samples have two ages.
+    last = counted[-1]
+    for age in (1, 2):
+        d = (last.train_logps - last.lagged_logps)[last.scored & (last.age == age).unsqueeze(1)]
+        expected = (d.exp() - d - 1).mean().item()
+        assert logged(trainer, f"discrepancy/lag_age{age}_k3_kl")[-1] == pytest.approx(expected, rel=1e-4)
+    assert not logged(trainer, "discrepancy/lag_age3_k3_kl")
     lag, engine, whole = (logged(trainer, f"discrepancy/{part}k3_kl") for part in ("lag_", "engine_", ""))
     assert lag[0] == 0
     assert min(lag[1:]) > 1e-3

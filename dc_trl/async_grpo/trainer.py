@@ -141,7 +141,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self.form = form_of(args)
         self.correction = correction_of(args)
         self.lagrange_multiplier = LagrangeMultiplier.of(args)
-        self._statistics = BatchStatistics(args)
+        versions = args.max_staleness + _MORE_VERSIONS
+        self._statistics = BatchStatistics(args, 0 if args.split_by is None else versions * args.weight_sync_steps)
         self._warned_of_drift = False
         self._step_of_version: dict[int, int] = {}  # the optimizer step of each version of the server's weights
         super().__init__(
@@ -162,8 +163,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         limits_of(base_model(self.model), self.processing_class, args.max_completion_length)
         self._lagged: SamplerWeights | None = None
         if args.split_by is not None:
-            policy = self.accelerator.unwrap_model(self.model)
-            self._lagged = SamplerWeights(policy, args.max_staleness + _MORE_VERSIONS)
+            self._lagged = SamplerWeights(self.accelerator.unwrap_model(self.model), versions)
         if self.accelerator.is_main_process:
             self.rollout_queue = VersionedQueue(self.rollout_worker.rollout_buffer)
 

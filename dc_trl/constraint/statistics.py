@@ -27,10 +27,12 @@ class BatchStatistics:
 
     Args:
         settings: settings of the run: the measure of δ, how δ̄ is averaged, and which part of it moves λ.
+        ages: number of ages, from 0 on, by which the lag's part is also measured, where one batch has several.
     """
 
-    def __init__(self, settings: ConstraintSettings):
+    def __init__(self, settings: ConstraintSettings, ages: int = 0):
         self._settings = settings
+        self._ages = range(ages)
         self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -47,9 +49,14 @@ class BatchStatistics:
         delta = token_discrepancy(tokens.train_logps, tokens.infer_logps, self._settings.discrepancy_measure)
         sums = self._sums_of(tokens, kept)
         if tokens.lagged_logps is not None:
-            for part in PARTS:
-                found = self._sums_of(tokens.of_part(part), kept)
-                sums |= {f"{part}_{name}": value for name, value in found.items()}
+            parts: dict[str, SampledTokens] = {part: tokens.of_part(part) for part in PARTS}
+            for age in self._ages:
+                assert isinstance(tokens.age, Tensor)
+                of_age = scored & (tokens.age == age).unsqueeze(1)
+                parts[f"lag_age{age}"] = parts["lag"]._replace(scored=of_age)
+            for name, part in parts.items():
+                found = self._sums_of(part, kept & part.scored)
+                sums |= {f"{name}_{key}": value for key, value in found.items()}
         dtype = sums["tokens"].dtype
         if penalty is not None:
             penalty = penalty.where(kept, 0.0)
@@ -116,7 +123,7 @@ class MismatchReport(NamedTuple):
         return self.mean_of("lag_" if self.target == "lag" else "")
 
     def mean_of(self, prefix: str) -> float | None:
-        """Return the mean of a part of the discrepancy by the prefix of its sums: "lag_", "engine_" or "all_"."""
+        """Return the mean of a part of the discrepancy by the prefix of its sums, such as "lag_" or "all_"."""
         count = self.sums[f"{prefix}discrepancy_count"]
         return self.sums[f"{prefix}discrepancy_sum"] / count if count else None
 
@@ -137,13 +144,16 @@ def batch_metrics(
     metrics = {f"{group}/{name}": value for name, value in mismatch_from_sums(sums).items()}
     if mean is not None:
         metrics[f"{group}/mean"] = mean
-    for prefix in (f"{part}_" for part in PARTS):  # where the discrepancy is split
+    for prefix in (
+        name.removesuffix("k3") for name in sums if name.endswith("_k3")
+    ):  # of the parts, where it is split
         of_part = {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
-        if of_part:
-            if (mean := report.mean_of(prefix)) is not None:
-                metrics[f"{group}/{prefix}mean"] = mean
-            found = mismatch_from_sums(of_part)
-            metrics |= {f"{group}/{prefix}{name}": found[name] for name in ("k3_kl", "ess")}
+        if not of_part["tokens"]:
+            continue  # no token of the batch has this age
+        if (mean := report.mean_of(prefix)) is not None:
+            metrics[f"{group}/{prefix}mean"] = mean
+        found = mismatch_from_sums(of_part)
+        metrics |= {f"{group}/{prefix}{name}": found[name] for name in ("k3_kl", "ess")}
     if "weights" in sums:
         metrics[f"{group}/mean_all"] = sums["all_discrepancy_sum"] / sums["all_discrepancy_count"]
         metrics["correction/masked_fraction"] = sums["masked"] / sums["tokens"]
