@@ -32,7 +32,7 @@ from dc_trl.settings.command_line import OptionParser
 
 
 LAMBDA = 0.5  # of `recipe: lag`
-HEAD = ["scheme", "age", "what is acted on", "k3", "std", "its gradient / the policy's", "correlation with the drift"]
+HEAD = ["age", "what is acted on", "k3", "std", "its gradient / the policy's", "correlation with the drift"]
 
 
 class Measured(DCGRPOTrainer):
@@ -125,16 +125,16 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     print(f"One batch of each age and seed, SmolLM2-135M, seeds {args.seeds}; means over seeds.\n")
     for rate in args.learning_rates:
-        rows = []
         for scheme in args.schemes:
+            rows = []
             found: dict[tuple[int, str], list[list[float]]] = defaultdict(list)
             for seed in args.seeds:
                 for name, age, *values in measured(args, scheme, rate, seed):
                     found[age, name].append(values)
             for (age, name), values in found.items():
                 means = [sum(column) / len(column) for column in zip(*values, strict=True)]
-                rows.append([scheme, str(age), name, *(f"{mean:.2g}" for mean in means)])
-        print(f"Learning rate {rate:g}:\n\n{markdown_table(HEAD, rows)}\n")
+                rows.append([str(age), name, *(f"{mean:.2g}" for mean in means)])
+            print(f"{scheme}, learning rate {rate:g}:\n\n{markdown_table(HEAD, rows)}\n", flush=True)
 
 
 def measured(args: Any, scheme: str, rate: float, seed: int) -> list[list[Any]]:
