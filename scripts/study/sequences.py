@@ -2,7 +2,8 @@
 
     python scripts/study/sequences.py --model runs/real_model --output_dir runs/sequences
 
-writes `problems.jsonl`, and in `model/` the model without its chat template: it continues plain text.
+writes `problems.jsonl`, and in `model/` the model without its chat template: it continues plain text. `dithered/` has it
+in float32, with each weight moved at random by up to one step of bfloat16's grid, on which those of `model/` lie.
 """
 
 import json
@@ -10,6 +11,9 @@ import random
 import re
 import shutil
 from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dc_trl.settings.command_line import OptionParser
 
@@ -36,6 +40,15 @@ def continues_the_sequence(completions: list[str], answer: list[str], **kwargs: 
     return [float(first is not None and first[1] == gold) for first, gold in zip(firsts, answer, strict=True)]
 
 
+@torch.no_grad()
+def dithered(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Move each weight of a model by a relative 2⁻⁸ at most, at random, and return the model."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.mul_(1 + (torch.rand(parameter.shape, generator=generator) * 2 - 1) * 2**-8)
+    return model
+
+
 if __name__ == "__main__":
     parser = OptionParser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="directory of SmolLM2-135M-Instruct")
@@ -44,5 +57,9 @@ if __name__ == "__main__":
     args = parser.parse_args()
     shutil.copytree(args.model, args.output_dir / "model")
     (args.output_dir / "model" / "chat_template.jinja").unlink()
+    dithered(AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)).save_pretrained(
+        args.output_dir / "dithered"
+    )
+    AutoTokenizer.from_pretrained(args.output_dir / "model").save_pretrained(args.output_dir / "dithered")
     rows = sequence_problems(args.size, seed=0)
     (args.output_dir / "problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
