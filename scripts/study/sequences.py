@@ -2,8 +2,8 @@
 
     python scripts/study/sequences.py --model runs/real_model --output_dir runs/sequences
 
-writes `problems.jsonl`, and in `model/` the model without its chat template: it continues plain text. `dithered/` has it
-in float32, with each weight moved at random by up to one step of bfloat16's grid, on which those of `model/` lie.
+writes `problems.jsonl`, and in `model/` the model without its chat template: it continues plain text. `dithered/` has
+it in float32, with each weight moved at random by up to one step of bfloat16's grid, on which those of `model/` lie.
 """
 
 import json
