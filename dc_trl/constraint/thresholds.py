@@ -37,8 +37,8 @@ def reading_of_lag(k3: float) -> str:
     if k3 > FAR:
         return f"above {FAR:g}: such a lag cost our tiny models 8 points of accuracy or more, so {remedy}"
     return (
-        f"above {LAG_COSTS:g}: such a lag cost our tiny models 14 points of accuracy in the median, but a deep model in "
-        f"bfloat16 has that by rounding alone (the floor in `dc-trl calibrate`). If it is above its floor, {remedy}"
+        f"above {LAG_COSTS:g}: such a lag cost our tiny models 14 points of accuracy in the median, but a deep model "
+        f"in bfloat16 has that by rounding alone (the floor in `dc-trl calibrate`). If it is above its floor, {remedy}"
     )
 
 
