@@ -157,8 +157,7 @@ def lag_floor(case: Case, train: Sequence[Tensor]) -> Estimate:
             for weight, before in zip(weights, own, strict=True):
                 weight.copy_(before)
     tokens = ScoredTokens(case.sample.rollouts, train, moved, len(case.prompts), case.settings.measure)
-    d = tokens.train - tokens.infer
-    return ratio_estimate(*tokens.mean_of_tokens(np.expm1(d) - d), case.settings.seed)
+    return ratio_estimate(*tokens.k3(), case.settings.seed)
 
 
 def view_of(policy: Policy) -> Policy:

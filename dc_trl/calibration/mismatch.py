@@ -60,6 +60,11 @@ class ScoredTokens:
         """Return by prompt the sum of the tokens' values, and their number."""
         return self._by_prompt(values, np.repeat(self._prompt_of, self._lengths))
 
+    def k3(self) -> Ratio:
+        """Return by prompt the sum of e^d − d − 1, d = log π_train − log π_inf, of its tokens, and their number."""
+        d = self.train - self.infer
+        return self.mean_of_tokens(np.expm1(d) - d)
+
     def batch_discrepancy(self, reduction: Reduction) -> Ratio:
         """Return δ̄ by prompt: the mean of the tokens' δ, or that of the rollouts' |mean δ|."""
         if reduction == "token":
@@ -79,9 +84,8 @@ def measure_engine(
     """Measure everything about one engine; `train` is log π_train of each rollout's tokens, shape (tokens,)."""
     rollouts, seed = sample.rollouts, settings.seed
     tokens = ScoredTokens(rollouts, train, sampled_logps(rollouts), prompts, settings.measure)
-    d = tokens.train - tokens.infer
     delta = tokens.batch_discrepancy(settings.reduction)
-    ratios = {"discrepancy": delta, "k3_kl": tokens.mean_of_tokens(np.expm1(d) - d)}
+    ratios = {"discrepancy": delta, "k3_kl": tokens.k3()}
     probabilities = np.exp(tokens.train), np.exp(tokens.infer)
     pearson = float(np.corrcoef(*probabilities)[0, 1]) if all(np.ptp(each) > 0 for each in probabilities) else None
     notes = []
@@ -97,7 +101,7 @@ def measure_engine(
         precision=sample.precision,
         prompts=prompts,
         completions=len(rollouts),
-        tokens=len(d),
+        tokens=len(tokens.delta),
         truncated=sum(rollout.truncated for rollout in rollouts),
         estimates={name: ratio_estimate(*ratio, seed) for name, ratio in ratios.items()},
         percentiles={f"{p:g}": float(np.percentile(tokens.delta, p)) for p in _PERCENTILES},

@@ -44,9 +44,8 @@ class BatchStatistics:
             penalty: what λ multiplied, shape (B, T), 0 at unscored tokens; None without a constraint.
             weights: of a correction, shape (B, T); None without one. Tokens of the weight 0 do not count in δ̄.
         """
-        scored, reduction = tokens.scored, self._settings.batch_reduction
+        scored = tokens.scored
         kept = scored if weights is None else scored & (weights > 0)
-        delta = token_discrepancy(tokens.train_logps, tokens.infer_logps, self._settings.discrepancy_measure)
         sums = self._sums_of(tokens, kept)
         if tokens.lagged_logps is not None:
             parts: dict[str, SampledTokens] = {part: tokens.of_part(part) for part in PARTS}
@@ -63,16 +62,17 @@ class BatchStatistics:
             sums["penalty"] = penalty.sum(dtype=dtype)
             sums["penalized"] = (penalty != 0).sum().to(dtype)
         if weights is not None:
-            sums |= {f"all_{name}": value for name, value in discrepancy_sums(delta, scored, reduction).items()}
+            sums |= {f"all_{name}": value for name, value in self._mean_sums_of(tokens, scored).items()}
             sums["masked"] = sums["tokens"] - kept.sum()
             sums["weights"] = weights.where(scored, 0.0).sum(dtype=dtype)
         self._sums = combine_sums([self._sums, sums])
 
     def _sums_of(self, tokens: SampledTokens, kept: Tensor) -> dict[str, Tensor]:
-        train_logps, infer_logps, scored = tokens[:3]
-        delta = token_discrepancy(train_logps, infer_logps, self._settings.discrepancy_measure)
-        of_mean = discrepancy_sums(delta, kept, self._settings.batch_reduction)
-        return mismatch_sums(train_logps, infer_logps, scored) | of_mean
+        return mismatch_sums(*tokens[:3]) | self._mean_sums_of(tokens, kept)
+
+    def _mean_sums_of(self, tokens: SampledTokens, kept: Tensor) -> dict[str, Tensor]:
+        delta = token_discrepancy(tokens.train_logps, tokens.infer_logps, self._settings.discrepancy_measure)
+        return discrepancy_sums(delta, kept, self._settings.batch_reduction)
 
     def reduce(self, gather: Callable[[Tensor], Tensor]) -> MismatchReport | None:
         """Return a report of what all processes added since the last call; None where this process added nothing.

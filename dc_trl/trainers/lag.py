@@ -109,10 +109,8 @@ class SamplerWeights:
 
     def _tensors(self) -> dict[str, Tensor]:
         for module in self._policy.modules():
-            if isinstance(
-                module, FSDPModule
-            ):  # a forward may have left gathered parameters in the place of the shards
-                module.reshard()
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward may have left gathered parameters in the place of the shards
         return {
             name: (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
             for name, parameter in self._policy.named_parameters()

@@ -69,7 +69,7 @@ class Sampler:
     @property
     def may_lag(self) -> bool:
         """Whether rollouts of training may have weights from before the present step."""
-        return self._schedule.every > 1
+        return self._trainer.args.may_lag
 
     # --- a batch ----------------------------------------------------------------------------------------------------
 
@@ -234,10 +234,6 @@ class OverlappedSampler(Sampler):
         self._ahead_of: int | None = None  # the step whose weights sample the batch ahead; None if there is none
         self._claimed = False  # whether the present batch was sampled ahead
         self._sampler_step = 0  # the step whose weights have sampled the present batch
-
-    @property
-    def may_lag(self) -> bool:
-        return True
 
     # --- the next batch ---------------------------------------------------------------------------------------------
 

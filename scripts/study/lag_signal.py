@@ -14,8 +14,6 @@ Its gradient is that of the pull λ·x·∇ log p at λ 0.5, over the norm of th
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import sequences
@@ -25,13 +23,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl.constraint.settings import DEFAULT_MULTIPLIERS
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.records.tables import markdown_table
 from dc_trl.sampled_tokens import loss_mask
 from dc_trl.settings.command_line import OptionParser
 
 
-LAMBDA = 0.5  # of `recipe: lag`
+LAMBDA, _ = DEFAULT_MULTIPLIERS["log_ratio"]  # of `recipe: lag`
 HEAD = ["age", "what is acted on", "k3", "std", "its gradient / the policy's", "correlation with the drift"]
 
 
@@ -49,44 +48,31 @@ class Measured(DCGRPOTrainer):
             self.measure(inputs)
         return super().policy_loss(model, inputs)
 
-    @contextmanager
-    def computing(self, deployed: bool = False, lagged: bool = False) -> Iterator[None]:
-        """Compute as the deployed policy, or with the weights that sampled, within the context."""
-        with ExitStack() as stack:
-            if deployed:
-                stack.enter_context(self.deployed.active())
-            if lagged:
-                stack.enter_context(self.sampler.sampling_weights())
-            yield
-
-    def lag(self, inputs: dict[str, Any], **how: bool) -> Tensor:
-        with torch.no_grad():
-            with self.computing(**how):
-                present = logps_of(self.model, inputs)
-            with self.computing(lagged=True, **how):
+    def lag(self, inputs: dict[str, Any], deployed: bool = False) -> Tensor:
+        with torch.no_grad(), self.deployed.active(deployed):
+            present = logps_of(self.model, inputs)
+            with self.sampler.sampling_weights():
                 return present - logps_of(self.model, inputs)
 
+    @torch.no_grad()
     def drift(self, inputs: dict[str, Any]) -> Tensor:
         """Return the lag by another copy of the model: accelerate wraps the policy's forward in autocast."""
-        logps = []
-        for lagged in (False, True):
-            with self.computing(lagged=lagged):
-                self.in_float32.load_state_dict(self.model.state_dict())
-            with torch.no_grad():
-                logps.append(logps_of(self.in_float32, inputs))
-        return logps[0] - logps[1]
+        self.in_float32.load_state_dict(self.model.state_dict())
+        present = logps_of(self.in_float32, inputs)
+        with self.sampler.sampling_weights():
+            self.in_float32.load_state_dict(self.model.state_dict())
+        return present - logps_of(self.in_float32, inputs)
 
     def norm(self, inputs: dict[str, Any], coefficients: Tensor) -> float:
         """Return the norm of the gradient of the mean of coefficient · log p."""
-        parameters = list(self.model.parameters())
-        with self.computing():
-            objective = (coefficients * logps_of(self.model, inputs)).mean()
-        return float(torch.stack([g.norm() for g in torch.autograd.grad(objective, parameters)]).norm())
+        objective = (coefficients * logps_of(self.model, inputs)).mean()
+        gradients = torch.autograd.grad(objective, list(self.model.parameters()))
+        return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
 
     def measure(self, inputs: dict[str, Any]) -> None:
         scored = loss_mask(inputs).bool()
         drift = self.drift(inputs)
-        with torch.no_grad(), self.computing():
+        with torch.no_grad():
             whole = logps_of(self.model, inputs) - inputs["sampling_per_token_logps"][scored]
         parts = {
             "whole": whole,
