@@ -10,9 +10,9 @@ from ..constraint.corrections import correction_of
 from ..constraint.forms import coefficient_of
 from ..constraint.settings import ConstraintSettings, read_correction, read_tolerance
 from ..constraint.thresholds import lag_warning
-from ..rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncation_warning, truncations
 from ..settings.contradictions import CONTRADICTIONS, Rule, refuse, require_effect
 from ..settings.fields import require_fields, setting
+from ..settings.neutral_sampling import TRUNCATIONS, restrictions, truncation_warning, truncations
 
 
 logger = get_logger(__name__)

@@ -19,7 +19,9 @@ from ..gate import require_startable
 from ..grading.rewards import get_reward
 from ..quantization.adapter import require_adapter_beside
 from ..records.settings import changed_settings
-from ..resuming.checkpoints import on_main_process
+from ..run.history import HistoryCallback
+from ..run.manifest import on_main_process
+from ..sampling.engines import require_servers
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say
@@ -28,8 +30,6 @@ from ..settings.paths import lora_options
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
 from ..trainer import DCGRPOTrainer
-from ..trainers.engines import require_servers
-from ..trainers.history import HistoryCallback
 from .arguments import RunArguments, ServerArguments, WatchArguments, require_servable
 from .output import open_output
 from .problems import load_data

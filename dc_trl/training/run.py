@@ -12,8 +12,8 @@ from ..callbacks.collapse import CollapseAlarmCallback
 from ..data.dapo import DAPO
 from ..hub.push import HubError, run_files
 from ..records.runs import HISTORY_FILE, SETTINGS_FILE, run_ended
-from ..resuming.checkpoints import checkpoints, on_main_process
-from ..resuming.interruption import RunInterrupted, StopSignals
+from ..run.interruption import RunInterrupted, StopSignals
+from ..run.manifest import checkpoints, on_main_process
 from ..serving.errors import ServerError
 from ..trainer import DCGRPOTrainer
 from .output import holds_weights

@@ -1,4 +1,4 @@
-"""Builds the engine that samples: the in-process replica, or vLLM in the mode that the arguments select.
+"""Builds what samples for a trainer: the in-process replica, or vLLM in the mode that the arguments select.
 
 `require_servers` checks before the model is loaded that the vLLM servers of a run are up and fit it.
 """
@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from accelerate.logging import get_logger
+from peft import PeftModel
 from transformers import PretrainedConfig, ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..config import DCGRPOConfig
+from ..quantization.adapter import require_adapter_beside
 from ..quantization.policy import base_model, require_shared_embeddings
-from ..rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncations
-from ..trl_hooks import HookedTrainer
+from ..settings.distribution import sharding_of
+from ..settings.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncations
+from ..settings.pretrained import load_config
+from .sampler import OverlappedSampler, Sampler
 
 
 # Imported only where a deployment scheme is used: compressed-tensors and its dependencies take 0.15 s.
 if TYPE_CHECKING:
-    from ..rollouts.replica import Replica
+    from .replica import Replica
 
 logger = get_logger(__name__)
 
@@ -36,13 +40,64 @@ _OF_VLLM = (
 )
 
 
-def build_replica(trainer: HookedTrainer, scheme: str) -> Replica:
+def require_engine(args: DCGRPOConfig, model: Any, **arguments: Any) -> None:
+    """Refuse, before a model is loaded, an engine that cannot sample this policy, or servers that do not fit it.
+
+    Args:
+        args: settings of the run.
+        model: the policy, or its Hub id or directory.
+        **arguments: further arguments of the trainer; `peft_config` and what asks an engine turn by turn are read.
+
+    Raises:
+        ValueError: names the setting, its value and the remedy.
+        ServerError: see `require_servers`.
+    """
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if args.rollout_overlap and arguments.get(name):
+            raise ValueError(
+                f"rollout_overlap=True samples a generation batch by one request ahead of training, and {name} "
+                f"asks the engine turn by turn: leave {name} out, or set rollout_overlap=False."
+            )
+    new_adapter = arguments.get("peft_config") is not None
+    if args.lora_deployment == "adapter" and not new_adapter:
+        require_adapter_beside(model)
+    adapted = new_adapter or isinstance(model, PeftModel)
+    if adapted and args.deployment_scheme is not None and not args.use_vllm and sharding_of(args).is_fsdp2:
+        name = f"deployment_scheme={args.deployment_scheme!r} without use_vllm"
+        raise ValueError(f"{name} merges no adapter that FSDP2 shards: set use_vllm=True, or launch with DDP.")
+    if args.use_vllm and args.vllm_mode == "server":
+        revision, trust = (args.model_init_kwargs or {}).get("revision", "main"), args.trust_remote_code
+        by_name = isinstance(model, str)
+        require_servers(
+            args, load_config(model, revision=revision, trust_remote_code=trust) if by_name else model.config
+        )
+
+
+def build_sampler(trainer: Any) -> Sampler:
+    """Return what samples for a trainer: its replica, its vLLM engine or, without either, the policy itself.
+
+    Raises:
+        ValueError, ServerError: see `build_replica` and `build_vllm`.
+    """
+    args = trainer.args
+    if trainer.use_vllm:
+        engine = trainer.vllm_generation = build_vllm(trainer)
+        if args.rollout_overlap:
+            return OverlappedSampler(trainer, engine, bool(args.truncations), trainer.micro_batches_per_generation)
+        return Sampler(trainer, engine, bool(args.truncations))
+    if args.deployment_scheme is None:
+        return Sampler(trainer, None, bool(args.truncations))
+    truncates = complete_generation_config(trainer)
+    return Sampler(trainer, build_replica(trainer, args.deployment_scheme), truncates)
+
+
+def build_replica(trainer: Any, scheme: str) -> Replica:
     """Return the replica that samples in a scheme, with the weights of its policy.
 
     Raises:
         ValueError: the processing class is a multimodal processor.
     """
-    from ..rollouts.replica import Replica
+    from .replica import Replica
 
     if isinstance(trainer.processing_class, ProcessorMixin):
         raise ValueError(
@@ -52,15 +107,15 @@ def build_replica(trainer: HookedTrainer, scheme: str) -> Replica:
     return Replica(trainer.model, scheme, trainer.accelerator.device, trainer.args.lora_deployment)
 
 
-def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
+def build_vllm(trainer: Any) -> VLLMGeneration:
     """Return the vLLM engine that samples, with the arguments that TRL's constructor passes to its own engine.
 
     Raises:
         ValueError: adapter, generation_config or processing class do not go with the engine.
         ServerError: a server cannot be reached, or does not fit.
     """
-    from ..rollouts.overlap import OverlappedGeneration
-    from ..rollouts.vllm_backends import ColocateGeneration, Generation, ServerGeneration
+    from .overlap import OverlappedGeneration
+    from .vllm_backends import ColocateGeneration, Generation, ServerGeneration
 
     args, model = trainer.args, trainer.model
     if args.rollout_overlap and isinstance(trainer.processing_class, ProcessorMixin):
@@ -104,7 +159,7 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
     return Generation(**of_trl)
 
 
-def complete_generation_config(trainer: HookedTrainer) -> bool:
+def complete_generation_config(trainer: Any) -> bool:
     """Make the replica sample as `model.generate` does, with the model's own settings where TRL sets none.
 
     Returns:
@@ -150,8 +205,8 @@ def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     Raises:
         ServerError: a server is refused; the message names it, the reason and the option to change.
     """
-    from ..rollouts.vllm_backends import connect, needs_checkpoint, raised_together
     from ..serving.errors import ServerError
+    from .vllm_backends import connect, needs_checkpoint, raised_together
 
     weight_sync: str = args.weight_sync
     if weight_sync == "auto":
