@@ -159,7 +159,6 @@ class DCGRPOTrainer(GRPOTrainer):
         tools: list[Callable] | None = None,
         rollout_func: Callable[[list[str], GRPOTrainer], dict[str, Any]] | None = None,
         environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
-        **options: Any,
     ):
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -210,7 +209,6 @@ class DCGRPOTrainer(GRPOTrainer):
                 tools=tools,
                 rollout_func=None if rollout_func is None else with_nonempty_completions(rollout_func),
                 environment_factory=environment_factory,
-                **options,
             )
         finally:
             args.use_vllm = use_vllm
