@@ -53,9 +53,9 @@ from .run.manifest import on_main_process
 from .run.resuming import given_rates, load_saved_weights, load_trained_adapter, position_in_data
 from .run.training_run import TrainingRun
 from .sampled_tokens import SampledTokens
+from .sampling.deployed_policy import greedy_completion_ids, greedy_completions, weighted_rewards
 from .sampling.empty_completions import sampled_only, with_nonempty_completions
 from .sampling.engines import build_sampler, require_engine
-from .sampling.greedy import greedy_completion_ids, greedy_completions, weighted_rewards
 from .settings.paths import shipped
 
 

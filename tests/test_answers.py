@@ -11,7 +11,7 @@ from dc_trl.serving.answers import require_rollout
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerAnswerError, ServerError, ServerUnavailableError
-from dc_trl.serving.pool import ServerPool, meet_servers
+from dc_trl.serving.several import ServerPool, meet_servers
 
 from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm

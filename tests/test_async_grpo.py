@@ -19,7 +19,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from dc_trl.async_grpo import AsyncDCGRPOConfig, AsyncDCGRPOTrainer
-from dc_trl.constraint.mismatch import mismatch_metrics
+from dc_trl.constraint.metrics import mismatch_metrics
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.sampling.replica import Replica
 

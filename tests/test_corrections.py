@@ -17,8 +17,8 @@ from dc_trl.constraint.corrections import (
     tv_mask,
 )
 from dc_trl.constraint.lagrangian import LagrangeMultiplier
+from dc_trl.constraint.metrics import BatchStatistics, batch_metrics, mean_discrepancy
 from dc_trl.constraint.settings import ConstraintSettings
-from dc_trl.constraint.statistics import BatchStatistics, batch_metrics, mean_discrepancy
 from dc_trl.sampled_tokens import SampledTokens
 
 from .helpers import (

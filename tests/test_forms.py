@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dc_trl.constraint.forms import form_of
 from dc_trl.constraint.lagrangian import LagrangeMultiplier
+from dc_trl.constraint.metrics import BatchStatistics, batch_metrics, mean_discrepancy
 from dc_trl.constraint.settings import ConstraintSettings
-from dc_trl.constraint.statistics import BatchStatistics, batch_metrics, mean_discrepancy
 from dc_trl.sampled_tokens import SampledTokens
 
 from .helpers import ROOT, Rollouts, completion_logps, logged, make_config, make_model, make_trainer

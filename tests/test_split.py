@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from dc_trl.constraint.metrics import BatchStatistics, batch_metrics
 from dc_trl.constraint.settings import ConstraintSettings
-from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.sampled_tokens import SampledTokens
 from dc_trl.sampling.versions import SamplerWeights

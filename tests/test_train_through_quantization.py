@@ -9,7 +9,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from dc_trl.callbacks.deployment import DeploymentCheckpointCallback
+from dc_trl.callbacks.export import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.sampling.seeded import EngineSpec

@@ -18,7 +18,7 @@ from ..serving.connection import Patience
 from ..serving.fit import layer_kinds, schemes_of
 from ..serving.guard import temporary_folder
 from ..serving.server import VLLMServer, cache_options, vllm_version
-from .settings import CalibrationSettings
+from .result import CalibrationSettings
 
 
 # All completions are asked for at once, and may take hours.

@@ -5,8 +5,8 @@ from typing import Any
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from ..constraint.metrics import BatchStatistics, batch_metrics
 from ..constraint.settings import ConstraintSettings
-from ..constraint.statistics import BatchStatistics, batch_metrics
 from ..sampled_tokens import SampledTokens, loss_mask
 from ..settings.neutral_sampling import TRUNCATIONS, truncations
 

@@ -17,7 +17,7 @@ from ..sampled_tokens import SampledTokens
 from .corrections import correction_of
 from .forms import form_of
 from .lagrangian import LagrangeMultiplier
-from .statistics import BatchStatistics, batch_metrics, mean_discrepancy
+from .metrics import BatchStatistics, batch_metrics, mean_discrepancy
 from .thresholds import drift_warning
 
 

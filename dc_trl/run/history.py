@@ -12,8 +12,8 @@ from transformers.utils import logging
 from ..config import DCGRPOConfig
 from ..files import append_text, read_text, set_aside, write_text
 from ..quantization.policy import base_model
+from ..records.changed_settings import changed_settings, json_value
 from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE, read_history
-from ..records.settings import changed_settings, json_value
 
 
 logger = logging.get_logger(__name__)

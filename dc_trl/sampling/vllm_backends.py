@@ -29,9 +29,8 @@ from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Connection, Patience, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import require_shared_directory
-from ..serving.pool import ServerPool, meet_servers
-from ..serving.router import RoutedServers, require_listed
 from ..serving.server import BLOCK_SCALES, vllm_version
+from ..serving.several import RoutedServers, ServerPool, meet_servers, require_listed
 from ..settings.neutral_sampling import TRUNCATIONS, truncations
 from .named_tokens import named_by_vllm
 

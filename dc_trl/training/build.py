@@ -11,14 +11,14 @@ from transformers.utils import logging
 from trl import get_peft_config, get_quantization_config
 
 from ..callbacks.collapse import CollapseAlarmCallback
-from ..callbacks.deployment import DeploymentCheckpointCallback
+from ..callbacks.export import DeploymentCheckpointCallback
 from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
 from ..gate import require_startable
 from ..grading.rewards import get_reward
 from ..quantization.adapter import require_adapter_beside
-from ..records.settings import changed_settings
+from ..records.changed_settings import changed_settings
 from ..run.history import HistoryCallback
 from ..run.manifest import on_main_process
 from ..sampling.engines import require_servers

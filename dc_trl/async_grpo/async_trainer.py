@@ -41,7 +41,7 @@ from ..run.resuming import given_rates, load_saved_weights
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
 from ..sampling.versions import SamplerWeights
 from ..settings.distribution import sharding_of
-from .config import AsyncDCGRPOConfig
+from .async_config import AsyncDCGRPOConfig
 
 
 if TYPE_CHECKING:

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..constraint.discrepancy import token_discrepancy
+from ..constraint.lagrangian import tolerance_deviations
 from ..constraint.settings import Measure, Reduction
-from ..constraint.tolerance import tolerance_deviations
 from ..records.estimators import Estimate
-from .result import EngineMismatch, Tolerance
+from .result import CalibrationSettings, EngineMismatch, Tolerance
 from .rollouts import EngineSample, Rollout, sampled_logps
-from .settings import CalibrationSettings
 
 
 Array = NDArray[np.float64]
