@@ -275,15 +275,11 @@ class DCGRPOTrainer(GRPOTrainer):
         with self.clock.part(OTHER):
             before = self._buffered_inputs
             inputs = super()._prepare_inputs(generation_batch)
-            training, new = self.model.training, self._buffered_inputs is not before
-            slices = self._buffered_inputs if training else [inputs]
-            if new or not training:
-                for form in self.parts.at("slices"):
-                    slices = form(slices)
-            if not training:
-                return slices[0]
-            self._buffered_inputs = slices
-            return slices[self._step % self.args.steps_per_generation]
+            if not self.model.training:
+                return self.parts.through("slices", [inputs])[0]
+            if self._buffered_inputs is not before:
+                self._buffered_inputs = self.parts.through("slices", self._buffered_inputs)
+            return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs):
         try:
@@ -371,8 +367,7 @@ class DCGRPOTrainer(GRPOTrainer):
         if "advantages" in inputs:  # which the loss reads after this forward
             if "sampling_per_token_logps" in inputs and "old_per_token_logps" not in inputs:
                 self._constrain(inputs, inputs.get("compared_logps", scores[0]))
-            for change in self.parts.at("scored"):
-                scores = change(scores, inputs, *tokens)
+            scores = self.parts.through("scored", scores, inputs, *tokens)
         return scores
 
     def _constrain(self, batch: dict[str, Any], train_logps: Tensor) -> None:

@@ -103,6 +103,12 @@ class Parts(list[Part]):
         """Return the methods of this name of the parts that define it."""
         return [getattr(part, point) for part in self if getattr(type(part), point) is not getattr(Part, point)]
 
+    def through(self, point: str, value: Any, *args: Any) -> Any:
+        """Return a value after these methods have changed it, one after the other."""
+        for method in self.at(point):
+            value = method(value, *args)
+        return value
+
     def around(self, point: str, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         """Return a function around which these methods are, the later part around the earlier one."""
         for method in self.at(point):
