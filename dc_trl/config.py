@@ -22,7 +22,6 @@ from .settings.recipes import RECIPES, Recipe
 
 logger = get_logger(__name__)
 
-HubDeployment = Literal["subfolder", "none"]
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
 
 # What the values of `train_through_quantization` mean.
@@ -133,10 +132,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "How often a rollout or a synchronization that failed is tried again, each time once a server is up within "
         "vllm_server_timeout seconds. Then the run saves a checkpoint and stops.",
     )
-    hub_deployment: HubDeployment = setting(
-        "subfolder",
-        'Where a push puts the deployment checkpoint: "subfolder", in deployment/ of hub_model_id; "none", nowhere.',
-    )
     hub_base_model_id: str | None = setting(
         None, "Hub id of a base model that is loaded from a directory; a push writes it into model card and adapter."
     )
@@ -171,8 +166,8 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         for weight in self.reward_weights or []:
             require_number("reward_weights", weight, FINITE)
         if self.deployment_scheme is not None:
-            written = self.use_vllm or (self.push_to_hub and self.hub_deployment != "none")
-            (require_served_scheme if written else require_scheme)(self.deployment_scheme)
+            is_served = self.use_vllm or self.push_to_hub
+            (require_served_scheme if is_served else require_scheme)(self.deployment_scheme)
         # Parses the JSON strings that dict fields hold when they come from a command line.
         super().__post_init__()
         require_division(self)

@@ -39,7 +39,6 @@ discrepancy_level: word | discrepancy_level='word' 'token' 'sequence'
 batch_reduction: batch | batch_reduction='batch' 'sequence' 'token'
 rollout_correction_target: some | rollout_correction_target='some' 'all' 'lag' 'engine'
 lora_deployment: both | lora_deployment='both' 'merged' 'adapter'
-hub_deployment: nowhere | hub_deployment='nowhere' 'subfolder' 'none'
 weight_sync: ssh | weight_sync='ssh' 'auto' 'nccl' 'checkpoint'
 loss_type: ppo | loss_type='ppo' 'grpo' 'dapo' 'vespo'
 importance_sampling_level: word | importance_sampling_level='word' 'token' 'sequence'
@@ -80,7 +79,7 @@ discrepancy_tolerance: high | discrepancy_tolerance='high' number
 discrepancy_tolerance: '-1' | discrepancy_tolerance=-1 0
 deployment_scheme: fp16 | deployment_scheme='fp16' 'fp8_block' 'int3' '+fp8_kv'
 deployment_scheme: int3, use_vllm: true | deployment_scheme='int3' 'fp8' use_vllm=False
-deployment_scheme: int2, push_to_hub: true | deployment_scheme='int2' 'fp8'
+deployment_scheme: int2, push_to_hub: true | deployment_scheme='int2' 'fp8' push_to_hub=False
 # --- functions of a user's own, and corrections
 constraint_form: cubic | constraint_form='cubic' 'injected' 'quadratic' 'log_ratio' module:function
 constraint_form: 'none_such:form' | constraint_form='none_such:form' 'none_such'

@@ -265,7 +265,7 @@ class RunTrainer(SamplingTrainer):
         Raises:
             HubError: the Hub refused or could not be reached. Calling this again sends what is missing.
         """
-        if export and self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
+        if export and self.args.deployment_scheme is not None:
             self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))
         with self._hub.pushing():
             return super().push_to_hub(*args, **kwargs)

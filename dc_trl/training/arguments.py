@@ -97,7 +97,7 @@ HELP_GROUPS = {
     "seed length_aware_batches WatchArguments",
     "the output": "output_dir resume_from_checkpoint save_strategy save_steps save_total_limit logging_steps "
     "report_to eval_strategy eval_steps per_device_eval_batch_size export_run push_to_hub hub_model_id "
-    "hub_deployment hub_base_model_id",
+    "hub_base_model_id",
 }
 
 

@@ -92,8 +92,7 @@ def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
         trainer.push_to_hub(dataset_name=dataset_name, export=not args.exports_deployment)
     except HubError as error:
         words = ["hf", "upload", args.hub_model_id or "OWNER/MODEL", args.output_dir, "."]
-        files = run_files(args.output_dir, args.hub_deployment == "subfolder")
-        words += [word for name in files for word in ("--include", name)]
+        words += [word for name in run_files(args.output_dir) for word in ("--include", name)]
         command = shlex.join(words if args.hub_revision is None else [*words, "--revision", args.hub_revision])
         return f"error: {error}\nThe run is complete in {args.output_dir}. Push it later: {command}"
     return None
