@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 from .constraint.corrections import correction_of
 from .constraint.forms import coefficient_of
-from .constraint.settings import Constraint, ConstraintSettings, read_correction, read_tolerance
+from .constraint.settings import ConstraintSettings
 from .constraint.thresholds import lag_warning
 from .quantization.schemes import SERVED_SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
@@ -17,7 +17,7 @@ from .settings.contradictions import CONTRADICTIONS, refuse, require_effect
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
-from .settings.recipes import RECIPES, Recipe
+from .settings.recipes import RECIPES, Recipe, fill_in
 
 
 logger = get_logger(__name__)
@@ -54,14 +54,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         '"paper": DC-GRPO (arXiv 2606.08779). "lag", "format" and "both": what docs/study.md found best for a sampler '
         "whose weights lag, for a coarse number format, and for the two at once; see docs/settings.md.",
     )
-    # The recipe fills in those that are left open.
-    constraint: Constraint | None = setting(  # type: ignore[assignment]
-        None, ConstraintSettings.__dataclass_fields__["constraint"].metadata["help"]
-    )
-    constraint_form: str = setting(None, ConstraintSettings.__dataclass_fields__["constraint_form"].metadata["help"])
-    constraint_target: Literal["all", "lag"] | None = setting(  # type: ignore[assignment]
-        None, ConstraintSettings.__dataclass_fields__["constraint_target"].metadata["help"]
-    )
+    # Open, so that the recipe fills them in.
     epsilon: Annotated[float | None, AT_LEAST_0] = setting(None, "Clip range of the policy ratio (not the tolerance).")
     loss_type: LossType | None = setting(None, "Loss formulation, see TRL's GRPOConfig.")
     vllm_importance_sampling_correction: bool | None = setting(
@@ -149,27 +142,23 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     def __post_init__(self):
         require_choice("recipe", self.recipe, Recipe)
         open_correction = self.vllm_importance_sampling_correction is None
-        for name, value in RECIPES[self.recipe].items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+        fill_in(self, RECIPES[self.recipe])
         if open_correction and self.recipe == "trl":  # on by default there, unless something of ours takes its place
             self.vllm_importance_sampling_correction = self.use_vllm and self.compared_by is None
         through = str(self.train_through_quantization).lower()  # a command line hands over text
         require_choice("train_through_quantization", through, _THROUGH)
         self.train_through_quantization = _THROUGH[through]
-        self.rollout_correction = read_correction(self.rollout_correction)
+        ConstraintSettings.__post_init__(self)
         require_fields(self)
-        self.fill_in_multiplier()
         coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
         correction_of(self)
-        self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         for weight in self.reward_weights or []:
             require_number("reward_weights", weight, FINITE)
         if self.deployment_scheme is not None:
             is_served = self.use_vllm or self.push_to_hub
             (require_served_scheme if is_served else require_scheme)(self.deployment_scheme)
         # Parses the JSON strings that dict fields hold when they come from a command line.
-        super().__post_init__()
+        GRPOConfig.__post_init__(self)
         require_division(self)
         require_effect(self)
         refuse(self, CONTRADICTIONS)

@@ -8,11 +8,11 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..constraint.corrections import correction_of
 from ..constraint.forms import coefficient_of
-from ..constraint.settings import ConstraintSettings, read_correction, read_tolerance
+from ..constraint.settings import ConstraintSettings
 from ..constraint.thresholds import lag_warning
 from ..rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncation_warning, truncations
 from ..settings.contradictions import CONTRADICTIONS, Rule, refuse, require_effect
-from ..settings.fields import require_fields, setting
+from ..settings.fields import setting
 
 
 logger = get_logger(__name__)
@@ -48,13 +48,10 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
     )
 
     def __post_init__(self):
-        super().__post_init__()
-        self.rollout_correction = read_correction(self.rollout_correction)
-        require_fields(self, of=ConstraintSettings)
-        self.fill_in_multiplier()
+        AsyncGRPOConfig.__post_init__(self)
+        ConstraintSettings.__post_init__(self)
         coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
         correction_of(self)
-        self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         refuse(self, RULES, "contradicts AsyncGRPO")
         require_effect(self)
         refuse(self, CONTRADICTIONS)

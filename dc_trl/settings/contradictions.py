@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeAlias
 
-from .fields import declared_default
-from .recipes import RECIPES
+from .recipes import RECIPES, default_of
 
 
 # The values of a field at which a rule applies, or a function that looks at all settings.
@@ -93,7 +92,7 @@ def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", reme
     def holds(name: str, condition: Condition) -> bool:
         return condition(settings) if callable(condition) else getattr(settings, name) in condition
 
-    defaults = {field.name: declared_default(field) for field in fields(settings)}
+    defaults = {field.name: default_of(field) for field in fields(settings)}
     if "recipe" in defaults:  # what it has filled in was not given
         defaults |= RECIPES[settings.recipe]
     for rule in rules:
