@@ -26,7 +26,6 @@ from .constraint.forms import form_of
 from .constraint.lagrangian import LagrangeMultiplier
 from .constraint.statistics import BatchStatistics, batch_metrics, zero_std_groups
 from .constraint.thresholds import drift_warning
-from .gate import require_comparable
 from .records.clock import timed
 from .records.verdict import NOT_MEASURED, first_batch
 from .rollouts.buffer import with_nonempty_completions
@@ -141,7 +140,6 @@ class DCGRPOTrainer(RunTrainer):
             args = DCGRPOConfig(f"{model_id.split('/')[-1]}-DC-GRPO", use_cpu=not torch.accelerator.is_available())
         if not isinstance(args, DCGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}: DCGRPOTrainer needs a DCGRPOConfig.")
-        require_comparable(args, rollout_func is not None)
         if rollout_func is not None:
             rollout_func = with_nonempty_completions(rollout_func)
         # Set before TRL's constructor, which may already call hooks of this class.

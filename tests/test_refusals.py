@@ -175,6 +175,7 @@ rollout_correction: icepop | rollout_correction='icepop' deployment_scheme use_v
 with: rollout_func, deployment_scheme: fp8 | deployment_scheme='fp8' use_vllm rollout_func
 with: rollout_func, deployment_scheme: fp8, routing_replay: true | routing_replay=True rollout_func
 with: rollout_func, deployment_scheme: fp8, discrepancy_split: true | deployment_scheme='fp8' rollout_func
+with: rollout_func, LAG | constraint_target='lag' rollout_func use_vllm=True
 with: tools, VLLM, rollout_overlap: true | rollout_overlap=True tools rollout_overlap=False
 with: environment_factory, VLLM, rollout_overlap: true | rollout_overlap=True environment_factory rollout_overlap=False
 with: rollout_func, VLLM, rollout_overlap: true | rollout_overlap=True rollout_func rollout_overlap=False

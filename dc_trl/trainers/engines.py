@@ -1,16 +1,12 @@
-"""Builds the engine that samples: the in-process replica, or vLLM in the mode that the arguments select.
-
-`require_servers` checks before the model is loaded that the vLLM servers of a run are up and fit it.
-"""
+"""Builds the engine that samples: the in-process replica, or vLLM in the mode that the arguments select."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from accelerate import PartialState
 from accelerate.logging import get_logger
-from transformers import PretrainedConfig, ProcessorMixin
+from transformers import ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..config import DCGRPOConfig
@@ -136,28 +132,3 @@ def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], correcte
     for name, value, remedy in restrictions(settings, corrected):
         setting = f"{name}={value!r} of the model's generation_config"
         raise ValueError(args.other_distribution(setting, f"{remedy} in generation_config.json"))
-
-
-def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
-    """Refuse servers that are not up within `vllm_server_timeout`, or do not fit. Call it in every process.
-
-    `ServerGeneration` makes the checks that need the loaded model, and those of the weight stream's connections.
-
-    Args:
-        args: arguments of the trainer, with `vllm_mode="server"`.
-        config: configuration of the trained model.
-
-    Raises:
-        ServerError: a server is refused; the message names it, the reason and the option to change.
-    """
-    from ..rollouts.vllm_backends import connect, needs_checkpoint, raised_together
-    from ..serving.errors import ServerError
-
-    weight_sync: str = args.weight_sync
-    if weight_sync == "auto":
-        # What else decides, the policy and whether the GPU is shared, is not known yet.
-        weight_sync = "checkpoint" if needs_checkpoint(args, args.device) else "none"
-    least_rank = int(args.lora_deployment == "adapter")  # the adapter's own is not known yet
-    with raised_together(ServerError):
-        if PartialState().is_main_process:
-            connect(args, config, weight_sync, least_rank, longest_request=60.0)

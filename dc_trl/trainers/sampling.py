@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import DistributedType
 from accelerate.logging import get_logger
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 from transformers import GenerationConfig, ProcessorMixin
 
 from ..config import DCGRPOConfig
-from ..gate import Limits, limits_of, require_startable, require_trainable, warn_of_rounding
+from ..gate import Limits, limits_of, require_runnable, require_trainable, warn_of_rounding
 from ..grading.checked_reward import LARGEST, checked_reward
 from ..quantization.adapter import require_adapter_beside
 from ..quantization.policy import base_model, unwrapped
@@ -33,10 +32,9 @@ from ..rollouts.buffer import fill_empty, sampled_only
 from ..rollouts.truncation import NO_CHOICES, Choices, KeptHead, Named, padded_logps, reported_logps
 from ..settings.distribution import sharding_of
 from ..settings.paths import shipped
-from ..settings.pretrained import load_config
 from ..trl_hooks import Completions, HookedTrainer
 from .batching import LengthAwareBatches, Scored
-from .engines import build_replica, build_vllm, complete_generation_config, require_servers
+from .engines import build_replica, build_vllm, complete_generation_config
 from .sampler import OverlappedSampler, Sampler
 
 
@@ -51,7 +49,7 @@ logger = get_logger(__name__)
 # Arguments that are checked before a model is loaded.
 _CHECKED = (
     *("train_dataset", "eval_dataset", "processing_class", "peft_config", "quantization_config", "rollout_func"),
-    "environment_factory",
+    *("tools", "environment_factory"),
 )
 
 # What a batch says of the weights that sampled it, until it is constrained; see `SamplingTrainer._measure_lag`.
@@ -74,26 +72,9 @@ class SamplingTrainer(HookedTrainer):
     """
 
     def __init__(self, model: Any, reward_funcs: Any, args: DCGRPOConfig, **kwargs: Any):
-        for name in ("tools", "environment_factory", "rollout_func"):
-            if args.rollout_overlap and kwargs.get(name):
-                raise ValueError(
-                    f"rollout_overlap=True samples a generation batch by one request ahead of training, and {name} "
-                    f"asks the engine turn by turn: leave {name} out, or set rollout_overlap=False."
-                )
         model = shipped(model) if isinstance(model, str) else model
         checked: dict[str, Any] = {name: kwargs.get(name) for name in _CHECKED}
-        prompts = require_startable(model=model, reward_funcs=reward_funcs, args=args, **checked)
-        if args.lora_deployment == "adapter" and kwargs.get("peft_config") is None:
-            require_adapter_beside(model)
-        adapted = kwargs.get("peft_config") is not None or isinstance(model, PeftModel)
-        if adapted and args.deployment_scheme is not None and not args.use_vllm and sharding_of(args).is_fsdp2:
-            name = f"deployment_scheme={args.deployment_scheme!r} without use_vllm"
-            raise ValueError(f"{name} merges no adapter that FSDP2 shards: set use_vllm=True, or launch with DDP.")
-        if args.use_vllm and args.vllm_mode == "server":
-            revision, trust = (args.model_init_kwargs or {}).get("revision", "main"), args.trust_remote_code
-            by_name = isinstance(model, str)
-            config = load_config(model, revision=revision, trust_remote_code=trust) if by_name else model.config
-            require_servers(args, config)
+        prompts = require_runnable(model=model, reward_funcs=reward_funcs, args=args, **checked)
         # Set before TRL's constructor, which may already call hooks of this class.
         self.replica: Replica | None = None
         self.deployed_forward: DeployedForward | None = None

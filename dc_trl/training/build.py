@@ -15,9 +15,8 @@ from ..callbacks.deployment import DeploymentCheckpointCallback
 from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
-from ..gate import require_startable
+from ..gate import require_runnable
 from ..grading.rewards import get_reward
-from ..quantization.adapter import require_adapter_beside
 from ..records.settings import changed_settings
 from ..resuming.checkpoints import on_main_process
 from ..serving.fit import ROUTES_OPTION
@@ -28,7 +27,6 @@ from ..settings.paths import lora_options
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
 from ..trainer import DCGRPOTrainer
-from ..trainers.engines import require_servers
 from ..trainers.history import HistoryCallback
 from .arguments import RunArguments, ServerArguments, WatchArguments, require_servable
 from .output import open_output
@@ -58,12 +56,10 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     if model.use_peft:
         require_numbers(model, ranges_of(type(model)))
     # Small files fail early.
-    config, tokenizer = load_config_and_tokenizer(
+    _, tokenizer = load_config_and_tokenizer(
         model.model_name_or_path, revision=model.model_revision, trust_remote_code=args.trust_remote_code
     )
     tokenizer.padding_side = "left"  # as TRL sets it where it loads the tokenizer itself
-    if args.use_vllm and args.vllm_mode == "server" and server.serve is None:
-        require_servers(args, config)
     prompts_per_step = args.generation_batch_size // args.num_generations
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
@@ -75,37 +71,25 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         **(args.model_init_kwargs or {}),
     }
     peft_config = get_peft_config(model)
-    if args.lora_deployment == "adapter" and peft_config is None:
-        require_adapter_beside(model.model_name_or_path)
-    quantization_config = get_quantization_config(model)
-    arguments_of_both = {
+    given = {
+        "model": model.model_name_or_path,
         "reward_funcs": rewards,
         "args": args,
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
         "processing_class": tokenizer,
+        "peft_config": peft_config,
+        "quantization_config": get_quantization_config(model),
     }
     # The trainer makes the same checks, but only after the server has taken a minute to start, and it knows the
     # model by another name.
-    require_startable(
-        model=model.model_name_or_path,
-        peft_config=peft_config,
-        quantization_config=quantization_config,
-        field="model_name_or_path",
-        **arguments_of_both,
-    )
+    require_runnable(field="model_name_or_path", has_servers=server.serve is None, **given)
     if server.serve is not None and PartialState().is_main_process:
         lora = lora_options(peft_config.r) if args.lora_deployment == "adapter" else []
         started = replace(server, serve_options=[*lora, *server.serve_options])
         start_server(started, args, model.model_name_or_path, model.model_revision, stack)
     settings = changed_settings(data) | changed_settings(server) | changed_settings(watch)
-    trainer = DCGRPOTrainer(
-        model=model.model_name_or_path,
-        callbacks=[HistoryCallback(settings)],
-        quantization_config=quantization_config,
-        peft_config=peft_config,
-        **arguments_of_both,
-    )
+    trainer = DCGRPOTrainer(callbacks=[HistoryCallback(settings)], **given)
     alarm = add_callbacks(trainer, watch)
     return trainer, alarm
 
