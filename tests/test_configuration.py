@@ -2,7 +2,7 @@
 
 import pytest
 
-from dc_trl.training.arguments import RunArguments
+from dc_trl.command.arguments import RunArguments
 
 
 @pytest.fixture

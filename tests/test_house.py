@@ -18,7 +18,7 @@ from .helpers import ROOT, succeed
 FLOORS = [
     ["__main__"],
     ["command"],
-    ["doctor", "training"],
+    ["doctor"],
     ["callbacks", "calibration"],
     ["async_grpo", "trainer"],
     ["trainers"],

@@ -18,9 +18,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
+from dc_trl.command.finish import _publish
 from dc_trl.hub.push import _ABSOLUTE, run_files
 from dc_trl.quantization.checkpoint import write_deployable
-from dc_trl.training.run import _publish
 
 from .helpers import ROOT, TINY_MODEL, distinct_characters, load_script, make_config, make_prompts
 

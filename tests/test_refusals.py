@@ -18,9 +18,9 @@ from peft import LoraConfig
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.async_grpo import AsyncDCGRPOConfig
 from dc_trl.command import call
+from dc_trl.command.arguments import ARGUMENTS
 from dc_trl.settings.contradictions import CONTRADICTIONS, NO_EFFECT
 from dc_trl.settings.fields import TRL_CHOICES, TRL_RANGES, own_fields
-from dc_trl.training.arguments import ARGUMENTS
 
 from .helpers import TINY_MODEL, distinct_characters, make_model
 

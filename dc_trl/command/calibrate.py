@@ -38,7 +38,7 @@ from ..settings.command_line import (
 )
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import COUNT, Range, require_numbers
-from ..training.problems import DataArguments, draw_prompts
+from .problems import DataArguments, draw_prompts
 
 
 # Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.

@@ -1,4 +1,7 @@
-"""Makes a trainer from a configuration. Errors of the input are found here, the cheapest checks first."""
+"""Makes the trainer of `dc-trl train` from its settings: output directory, data, the run's own server, callbacks.
+
+Errors of the input are found here, the cheapest checks first.
+"""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,25 +18,29 @@ from ..callbacks.deployment import DeploymentCheckpointCallback
 from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
+from ..files import lock_output
 from ..gate import require_runnable
 from ..grading.rewards import get_reward
+from ..hub.push import HubClient
+from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
 from ..records.settings import changed_settings
-from ..resuming.checkpoints import on_main_process
+from ..resuming.checkpoints import checkpoints, on_main_process, resumable_checkpoint, set_aside_later
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say
-from ..settings.fields import ranges_of
+from ..settings.fields import require_fields
 from ..settings.paths import lora_options
 from ..settings.pretrained import load_config_and_tokenizer
-from ..settings.ranges import require_numbers
 from ..trainer import DCGRPOTrainer
 from ..trainers.history import HistoryCallback
 from .arguments import RunArguments, ServerArguments, WatchArguments, require_servable
-from .output import open_output
 from .problems import load_data
 
 
 SERVER_LOG = "vllm_server.log"
+_WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
+# Files and folders that mark an output directory as one with a run.
+_RUN_FILES = (HISTORY_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *_WEIGHTS, "checkpoint-*")
 
 
 def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrainer, CollapseAlarmCallback | None]:
@@ -54,7 +61,7 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     args.resume_from_checkpoint = on_main_process(lambda: open_output(args, stack))
     rewards = [get_reward(name) for name in data.rewards]
     if model.use_peft:
-        require_numbers(model, ranges_of(type(model)))
+        require_fields(model)
     # Small files fail early.
     _, tokenizer = load_config_and_tokenizer(
         model.model_name_or_path, revision=model.model_revision, trust_remote_code=args.trust_remote_code
@@ -92,6 +99,46 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     trainer = DCGRPOTrainer(callbacks=[HistoryCallback(settings)], **given)
     alarm = add_callbacks(trainer, watch)
     return trainer, alarm
+
+
+def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
+    """Lock the output directory until the stack is closed, and return the checkpoint to resume from.
+
+    Raises:
+        ValueError: the directory holds a run that is not resumed, another run writes to it, or it cannot be written.
+        HubError: the Hub refuses the repository of a run that will be pushed.
+    """
+    output_dir = Path(args.output_dir)
+    stack.enter_context(lock_output(output_dir))
+    checkpoint = resumable_checkpoint(args.resume_from_checkpoint, output_dir)
+    if anew := checkpoint is None and str(args.resume_from_checkpoint).lower() == "auto":
+        set_aside_later(output_dir, None)
+    # The checkpoint of another run is continued in a directory that holds none.
+    if checkpoint is None or Path(checkpoint).resolve().parent != output_dir.resolve():
+        _require_no_run(output_dir, anew)
+    if args.push_to_hub:
+        name = args.hub_model_id or output_dir.absolute().name
+        HubClient(args).create_repo(name, private=args.hub_private_repo)
+    return checkpoint
+
+
+def _require_no_run(output_dir: Path, anew: bool) -> None:
+    """Refuse a directory that holds a run; with `anew`, accept one that was killed before its first checkpoint."""
+    found = {path.name for pattern in _RUN_FILES for path in output_dir.glob(pattern)}
+    # A run that was killed before its first step ended is not worth keeping.
+    if found <= {HISTORY_FILE}:
+        history = read_history(output_dir / HISTORY_FILE) if HISTORY_FILE in found and not anew else []
+        if not any(row["step"] > 0 for row in history):
+            return
+    has, remedy = "a run", "continue that run with --resume_from_checkpoint true"
+    if not checkpoints(output_dir):
+        has, remedy = "a run without a checkpoint", "remove that run"
+    raise ValueError(f"output_dir={str(output_dir)!r} already holds {has}: choose another output_dir, or {remedy}.")
+
+
+def holds_weights(folder: Path) -> bool:
+    """Return whether a run has left its weights."""
+    return any(path for name in _WEIGHTS for path in folder.glob(name))
 
 
 def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:
