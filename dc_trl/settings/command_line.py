@@ -18,6 +18,10 @@ from .paths import shipped
 METAVARS: dict[Any, str] = {int: "INT", float: "FLOAT", Path: "PATH", json.loads: "JSON"}
 
 
+# Exceptions that mean wrong input.
+WRONG_INPUT: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:  # argparse's is the option's name
         return METAVARS.get(action.type, "TEXT")
@@ -79,11 +83,10 @@ def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -
 
 @contextmanager
 def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
-    """End the program with `error: ` and the message of an exception that means wrong input, `others` among them."""
-    wrong_input: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *others)
+    """End the program with `error: ` and the message of an exception of `WRONG_INPUT` or of the others."""
     try:
         yield
-    except wrong_input as error:
+    except (*WRONG_INPUT, *others) as error:
         sys.exit(f"error: {error}")
 
 
