@@ -13,7 +13,7 @@ from .constraint.settings import ConstraintSettings
 from .constraint.thresholds import lag_warning
 from .quantization.schemes import SERVED_SCHEMES, require_scheme, require_served_scheme
 from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
-from .settings.contradictions import CONTRADICTIONS, refuse, require_effect
+from .settings.contradictions import require_consistent
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
@@ -160,8 +160,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         # Parses the JSON strings that dict fields hold when they come from a command line.
         GRPOConfig.__post_init__(self)
         require_division(self)
-        require_effect(self)
-        refuse(self, CONTRADICTIONS)
+        require_consistent(self)
         self._check_sampling()
         lagging = "weight_sync_steps" if self.weight_sync_steps > 1 else "rollout_overlap"
         if self.may_lag and (warning := lag_warning(self, f"{lagging}={getattr(self, lagging)!r}")):
@@ -206,13 +205,9 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         return (self.score_centering_top_k or _COLOCATED_LOGPROBS) if self.score_centering else 0
 
     @property
-    def _comparisons(self) -> dict[str, Any]:
-        return super()._comparisons | {"score_centering": False}
-
-    @property
     def _sampling(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in (*TRUNCATIONS, "repetition_penalty")}
-        return own | (self.generation_kwargs or {})
+        names = (*TRUNCATIONS, "repetition_penalty", "vllm_structured_outputs_regex")
+        return {name: getattr(self, name) for name in names} | (self.generation_kwargs or {})
 
     def _check_sampling(self) -> None:
         if self.compared_by is None:
@@ -220,9 +215,9 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         for name, value, remedy in restrictions(self._sampling, corrected=TRUNCATIONS):
             where = " in generation_kwargs" if name in (self.generation_kwargs or {}) else ""
             raise ValueError(self.other_distribution(f"{name}={value!r}{where}", remedy))
-        top_k = self._sampling["top_k"]
         if not self.use_vllm:
             return
+        top_k = self._sampling["top_k"]
         if self.truncations and top_k <= 0:
             raise ValueError(
                 f"top_k={top_k} with top_p={self._sampling['top_p']!r} and min_p={self._sampling['min_p']!r} leaves "

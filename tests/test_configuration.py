@@ -22,7 +22,7 @@ def parse(tmp_path):
         ("learning_rate: 1e-6", {"learning_rate": 1e-6}),  # YAML reads text
         ("rewards: math", {"rewards": ["math"]}),
         ("rewards: [math, arithmetic]", {"rewards": ["math", "arithmetic"]}),
-        ("serve_devices: 0", {"serve_devices": "0"}),  # a number, and one that is false
+        ("serve: auto\nserve_devices: 0", {"serve_devices": "0"}),  # a number, and one that is false
         ("collapse_alarm: off", {"collapse_alarm": "off"}),  # YAML reads false
         ("run_name: 2024-01-01", {"run_name": "2024-01-01"}),
         ("discrepancy_tolerance: 0.002", {"discrepancy_tolerance": 0.002}),

@@ -11,7 +11,7 @@ from ..constraint.forms import coefficient_of
 from ..constraint.settings import ConstraintSettings
 from ..constraint.thresholds import lag_warning
 from ..rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncation_warning, truncations
-from ..settings.contradictions import CONTRADICTIONS, Rule, refuse, require_effect
+from ..settings.contradictions import Rule, refuse, require_consistent
 from ..settings.fields import setting
 
 
@@ -53,8 +53,7 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
         coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
         correction_of(self)
         refuse(self, RULES, "contradicts AsyncGRPO")
-        require_effect(self)
-        refuse(self, CONTRADICTIONS)
+        require_consistent(self)
         if self.compared_by is not None:
             for name, value, remedy in restrictions(self._sampling):
                 raise ValueError(self.other_distribution(f"{name}={value!r}", remedy))

@@ -17,6 +17,8 @@ Part = Literal["all", "lag", "engine"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
+# Fields by which a trainer acts on the difference of the engines, with the value that is off.
+COMPARISONS = {"constraint": "none", "rollout_correction": "none", "score_centering": False}
 # Forms that push down each sampled token that differs, whichever engine gives it the larger probability.
 PUSHES = ("injected",)
 # λ_0 and λ_max by form. The injected form's λ_0 is the paper's, the others are docs/study.md's; every λ_max is ours.
@@ -156,12 +158,7 @@ class ConstraintSettings:
 
         It needs the rollouts' log-probabilities, from an engine that samples from the policy's distribution.
         """
-        return next((name for name, off in self._comparisons.items() if getattr(self, name) != off), None)
-
-    @property
-    def _comparisons(self) -> dict[str, Any]:
-        """The fields by which the trainer acts on the difference of the engines, and the value that is off."""
-        return {"constraint": "none", "rollout_correction": "none"}
+        return next((name for name, off in COMPARISONS.items() if vars(self).get(name, off) != off), None)
 
     @property
     def split_by(self) -> str | None:
@@ -182,7 +179,7 @@ class ConstraintSettings:
     @property
     def without_comparison(self) -> str:
         """`compared_by` with the value that switches it off, for messages."""
-        return f"{self.compared_by}={self._comparisons[str(self.compared_by)]!r}"
+        return f"{self.compared_by}={COMPARISONS[str(self.compared_by)]!r}"
 
     def other_distribution(self, restriction: str, remedy: str) -> str:
         """Return the refusal of a setting that `rollouts.neutral_sampling.restrictions` yields."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeAlias
 
+from .fields import require_fields
 from .recipes import RECIPES, default_of
 
 
@@ -78,9 +79,18 @@ def mean_of_micro_batch(config: Any) -> str | None:
     return next((f"{name}={getattr(config, name)!r}" for name in names), None)
 
 
-def require_effect(settings: Any) -> None:
-    """Refuse a field that was given a value and has no effect; see `refuse`."""
+class CheckedSettings:
+    """A dataclass of settings that refuses values, and settings that have no effect, when it is made."""
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+        require_consistent(self)
+
+
+def require_consistent(settings: Any) -> None:
+    """Refuse a field that was given a value and has no effect, and fields that contradict each other; see `refuse`."""
     refuse(settings, NO_EFFECT, "has no effect with", "leave it out, or ")
+    refuse(settings, CONTRADICTIONS)
 
 
 def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", remedy: str = "") -> None:
@@ -117,7 +127,6 @@ _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
 _ALIGNED = {"train_through_quantization": lambda c: bool(c.train_through_quantization)}
 _RECOMPUTED = ("use_reentrant", "offload")
 _ONE = "set only one of the two"
-_COMPARED = "constraint, rollout_correction and score_centering compare engines, which then choose among other tokens"
 _VESPO = "VESPO weighs a trajectory by its own advantage and ratio; set another loss_type, or the other to 'none'"
 
 CONTRADICTIONS = (
@@ -212,7 +221,7 @@ CONTRADICTIONS = (
         "it masks penalised tokens; set rollout_correction in its place, or constraint='none'",
         ["token_mask", "sequence_mask"],
     ),
-    # And these make the engines' difference more than their mismatch.
+    # And this makes the engines' difference more than their mismatch.
     Rule(
         "generation_kwargs",
         {
@@ -223,5 +232,4 @@ CONTRADICTIONS = (
         },
         "the training log-probabilities are taken at temperature; set temperature alone",
     ),
-    Rule("vllm_structured_outputs_regex", {"constraint": lambda c: c.compared_by is not None}, _COMPARED),
 )

@@ -8,7 +8,7 @@ at after the first rollout, or never.
 
 from dataclasses import MISSING, Field, field, fields
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .ranges import ABOVE_0, AT_LEAST_0, COUNT, SHARE, Range, require_choice, require_number
 
@@ -59,21 +59,16 @@ def kinds_of(hint: Any) -> list[Any]:
 
 def ranges_of(settings: type) -> dict[str, Range]:
     """Return the range of each number among the fields of a dataclass, TRL's included."""
-    found = {declared.name: TRL_RANGES.get(declared.name) for declared in fields(settings)}
-    for name, hint in get_type_hints(settings, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            found[name] = next((part for part in get_args(hint)[1:] if isinstance(part, Range)), None)
-    return {name: range_ for name, range_ in found.items() if range_ is not None}
+    hints = get_type_hints(settings, include_extras=True)
+    own = {name: part for name, hint in hints.items() for part in get_args(hint) if isinstance(part, Range)}
+    return {name: range_ for name, range_ in (TRL_RANGES | own).items() if name in hints}
 
 
 def choices_of(settings: type) -> dict[str, tuple[Any, ...]]:
     """Return the values that each field of a dataclass may have, where they are listed."""
-    found = {}
-    for name, hint in get_type_hints(settings).items():
-        literals = [kind for kind in kinds_of(TRL_CHOICES.get(name, hint)) if get_origin(kind) is Literal]
-        if literals:
-            found[name] = tuple(choice for literal in literals for choice in get_args(literal))
-    return found
+    hints = {name: TRL_CHOICES.get(name, hint) for name, hint in get_type_hints(settings).items()}
+    literals = ((name, kind) for name, hint in hints.items() for kind in kinds_of(hint) if get_origin(kind) is Literal)
+    return {name: get_args(kind) for name, kind in literals}
 
 
 def require_fields(settings: Any, of: type | None = None) -> None:
@@ -86,12 +81,12 @@ def require_fields(settings: Any, of: type | None = None) -> None:
     Raises:
         ValueError: names the field, its value and what to write.
     """
-    choices, ranges = choices_of(type(settings)), ranges_of(type(settings))
-    defaults = {declared.name: declared_default(declared) for declared in fields(settings)}
-    hints = get_type_hints(type(settings))
-    for name in (declared.name for declared in fields(of or settings)):
+    kind = type(settings)
+    choices, ranges, hints = choices_of(kind), ranges_of(kind), get_type_hints(kind)
+    left_open = {declared.name for declared in fields(kind) if declared_default(declared) is None}
+    for name in (declared.name for declared in fields(of or kind)):
         value = getattr(settings, name)
-        if value is None and defaults[name] is None:
+        if value is None and name in left_open:
             continue
         if hints[name] is bool and not isinstance(value, bool | None):  # a word is true in Python
             raise ValueError(f"{name}={value!r} is invalid: use True or False.")
