@@ -52,8 +52,6 @@ def test_values_are_what_their_user_means(parse, text, expected):
         ("seed: 1\n\nmax_steps: many", ["--max_steps", "invalid int value: 'many'"]),
         ("{seed: 1,\n learning_rate: [1]}", ["learning_rate=[1] is invalid"]),
         ("collapse_alarm: on", ["collapse_alarm='on'", "'off', 'warn', 'stop'"]),
-        ("learning_rate: .nan", ["learning_rate=nan", "at least 0"]),
-        ("length_decay_period: 5", ["length_decay_period=5 has no effect with length_decay=False"]),
     ],
 )
 def test_what_is_refused_by_name(parse, text, words):

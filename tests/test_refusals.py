@@ -180,7 +180,7 @@ with: tools, VLLM, rollout_overlap: true | rollout_overlap=True tools rollout_ov
 with: environment_factory, VLLM, rollout_overlap: true | rollout_overlap=True environment_factory rollout_overlap=False
 with: rollout_func, VLLM, rollout_overlap: true | rollout_overlap=True rollout_func rollout_overlap=False
 lora_deployment: adapter, deployment_scheme: fp8 | lora_deployment='adapter' peft_config use_peft=true 'merged'
-with: images, SEVERAL | 'image' vllm_server_base_url vllm_server_base_urls=
+with: images, SEVERAL | train_dataset 'image' vllm_server_base_url vllm_server_base_urls=
 divided: fsdp1, deployment_scheme: fp8 | deployment_scheme='fp8' use_vllm FSDP1 DDP fsdp_version
 divided: zero3, deployment_scheme: fp8 | deployment_scheme='fp8' use_vllm ZeRO-3 DDP fsdp_version
 divided: fsdp1, ALIGNED, VLLM | train_through_quantization=True FSDP1 fsdp_version

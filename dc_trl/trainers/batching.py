@@ -3,7 +3,7 @@
 TRL pads a generation batch to its longest completion, shuffles it and splits it into the slices of its buffer. Then
 the rows of the slices that share an optimizer step are regrouped, in each process by itself, and cut to the longest
 row of their own forward. The step's loss and gradient are sums over its completions, so they do not change.
-`MEANS_OF_MICRO_BATCHES` lists the losses that are not such sums; their slices keep their rows and are only cut.
+`mean_of_micro_batch` names the losses that are not such sums; their slices keep their rows and are only cut.
 The pure functions are in `dc_trl.rollouts.batching`.
 """
 
