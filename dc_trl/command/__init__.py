@@ -3,13 +3,12 @@
 A module has `make_parser()` and `main(words)`, which returns the argument of `sys.exit`.
 """
 
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from ..serving.errors import ServerError
-from ..settings.command_line import WRONG_INPUT, OptionParser, leave_on_sigterm
+from ..settings.command_line import WRONG_INPUT, OptionParser, leave_on_sigterm, nearest
 from ..version import __version__
 
 
@@ -76,7 +75,6 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.parse_args(given)
         parser.error("no command is given")
     if given[0] not in COMMANDS:
-        close = difflib.get_close_matches(given[0].replace("_", "-"), COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}"
+        hint = nearest(given[0].replace("_", "-"), COMMANDS, f"use one of {', '.join(COMMANDS)}")
         parser.error(f"{given[0]!r} is no command: {hint}")
     call(given[0], given[1:])

@@ -4,7 +4,6 @@ Errors of the input are found here, the cheapest checks first.
 """
 
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,7 +32,7 @@ from ..settings.paths import lora_options
 from ..settings.pretrained import load_config_and_tokenizer
 from ..trainer import DCGRPOTrainer
 from ..trainers.history import HistoryCallback
-from .arguments import RunArguments, ServerArguments, WatchArguments, require_servable
+from .arguments import RunArguments, WatchArguments, require_servable
 from .problems import load_data
 
 
@@ -93,8 +92,7 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     require_runnable(field="model_name_or_path", has_servers=server.serve is None, **given)
     if server.serve is not None and PartialState().is_main_process:
         lora = lora_options(peft_config.r) if args.lora_deployment == "adapter" else []
-        started = replace(server, serve_options=[*lora, *server.serve_options])
-        start_server(started, args, model.model_name_or_path, model.model_revision, stack)
+        start_server(arguments, lora, stack)
     settings = changed_settings(data) | changed_settings(server) | changed_settings(watch)
     trainer = DCGRPOTrainer(callbacks=[HistoryCallback(settings)], **given)
     alarm = add_callbacks(trainer, watch)
@@ -141,23 +139,21 @@ def holds_weights(folder: Path) -> bool:
     return any(path for name in _WEIGHTS for path in folder.glob(name))
 
 
-def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:
-    """Start the run's own server and write its address into `args`; it ends when the stack is closed."""
-    gpu_options = ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+def start_server(arguments: RunArguments, options: list[str], stack: ExitStack) -> None:
+    """Start the run's own server and write its address into the arguments; it ends when the stack is closed."""
+    _, server, _, args, model = arguments
+    if torch.cuda.is_available():
+        options = ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization), *options]
     running = stack.enter_context(
         serve(
-            model,
+            model.model_name_or_path,
             args.deployment_scheme or "bf16",
-            revision=revision,
+            revision=model.model_revision,
             max_model_len=args.vllm_max_model_length,
             start_timeout=args.vllm_server_timeout,
             log_path=Path(args.output_dir, SERVER_LOG),
             environment={"CUDA_VISIBLE_DEVICES": server.serve_devices} if server.serve_devices else {},
-            options=[
-                *(gpu_options if torch.cuda.is_available() else []),
-                *([ROUTES_OPTION] if args.routing_replay else []),
-                *server.serve_options,
-            ],
+            options=[*[ROUTES_OPTION] * args.routing_replay, *options, *server.serve_options],
             report=say,
         )
     )

@@ -48,9 +48,13 @@ class OptionParser(argparse.ArgumentParser):
 
 def unknown_field(name: str, known: Iterable[str]) -> str:
     """Return the refusal of a field that the configuration does not have."""
+    return f"{name} is no field of the configuration: {nearest(name, known, 'dc-trl train --help lists the fields.')}"
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return which of the known names may have been meant; `otherwise` if none is near."""
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else "dc-trl train --help lists the fields."
-    return f"{name} is no field of the configuration: {hint}"
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 def add_model(group: argparse._ActionsContainer, what: str, required: bool = True) -> None:
