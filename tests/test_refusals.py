@@ -20,7 +20,7 @@ from dc_trl.async_grpo import AsyncDCGRPOConfig
 from dc_trl.command import call
 from dc_trl.command.arguments import ARGUMENTS
 from dc_trl.settings.contradictions import CONTRADICTIONS, NO_EFFECT
-from dc_trl.settings.fields import TRL_CHOICES, TRL_RANGES, own_fields
+from dc_trl.settings.fields import TRL_ALLOWED, own_fields
 
 from .helpers import TINY_MODEL, distinct_characters, make_model
 
@@ -362,7 +362,7 @@ def test_the_table_has_every_rule_range_and_choice(tmp_path):
     own = {name for config in ARGUMENTS for name in own_fields(config)}
     for config in ARGUMENTS:
         for name, hint in get_type_hints(config, include_extras=True).items():
-            if name in TRL_RANGES or name in TRL_CHOICES or (name in own and {Annotated, Literal} & origins(hint)):
+            if name in TRL_ALLOWED or (name in own and {Annotated, Literal} & origins(hint)):
                 assert any(message.startswith(f"{name}=") for message in found), name
 
 

@@ -7,14 +7,14 @@ import textwrap
 from argparse import Action
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from ..files import read_yaml
 from .command_line import METAVARS, unknown_field
-from .fields import kinds_of
 from .paths import config_file
 
 
@@ -83,7 +83,7 @@ class ConfigurationParser(HfArgumentParser):
 
 def _meant(value: Any, kind: Any) -> Any:
     """Return what YAML has read as the field has it. The parser itself reads numbers and truth values from text."""
-    kinds = kinds_of(kind)
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     takes_text = any(each is str or (isinstance(each, type) and issubclass(each, Enum)) for each in kinds)
     if any(get_origin(each) is list for each in kinds) and not takes_text and value is not None:
         values = value if isinstance(value, list) else [value]  # a command line takes one word as a list too
