@@ -277,13 +277,13 @@ def by_python(tmp_path, settings):
     return str(refused.value)
 
 
-def by_command(tmp_path, settings):
+def by_command(tmp_path, settings, *words):
     """What `dc-trl train` says, which ends with exit code 1 and leaves nothing."""
     file = tmp_path / "config.yaml"
     usual = {"output_dir": str(tmp_path / "run"), "model_name_or_path": str(TINY_MODEL), "dataset_name": "arithmetic"}
     file.write_text(yaml.safe_dump(usual | {"max_steps": 1} | MACHINE | settings))
     with pytest.raises(SystemExit) as ended:
-        call("train", ["--config", str(file)])
+        call("train", ["--config", str(file), *words])
     assert not list((tmp_path / "run").glob("*"))
     assert str(ended.value.code).startswith("error: ")
     return ended.value.code.removeprefix("error: ")
@@ -294,6 +294,8 @@ def test_of_a_run_by_python_and_by_the_command(tmp_path, settings, words):
     python = by_python(tmp_path, settings)
     assert_names(python, words)
     assert by_command(tmp_path, settings) == python
+    if all(isinstance(value, str | int | float) for value in settings.values()):
+        assert by_command(tmp_path, {}, *(f"--{name}={value}" for name, value in settings.items())) == python
 
 
 @pytest.mark.parametrize(("settings", "words"), rows(OF_THE_COMMAND))

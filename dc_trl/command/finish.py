@@ -100,26 +100,22 @@ def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stac
 
 def summarize(trainer: DCGRPOTrainer) -> None:
     """Print the run's verdict and what it changed, and save a summary beside the model."""
-    args = trainer.args
-    engine = args.deployment_scheme or ("vLLM" if args.use_vllm else "model.generate")
-    if args.use_vllm and args.deployment_scheme:
-        engine = f"vLLM, {engine}"
-    lag = {"weight_sync_steps": args.weight_sync_steps, "rollout_overlap": args.rollout_overlap}
-    logged = Run("", trainer.state.log_history, lag)
-    tokens, seconds = trainer.state.num_input_tokens_seen, trainer.training_seconds
-    rows = [*outcome(logged), ["tokens sampled and read", "", f"{tokens:,}"]]
-    rows.append(["training seconds", "", f"{seconds:.0f}"])
+    args, state = trainer.args, trainer.state
+    engine = ", ".join(filter(None, ["vLLM" if args.use_vllm else None, args.deployment_scheme])) or "model.generate"
+    logged = Run("", state.log_history, vars(args))
+    tokens, seconds = state.num_input_tokens_seen, trainer.training_seconds
+    rows = [["tokens sampled and read", "", f"{tokens:,}"], ["training seconds", "", f"{seconds:.0f}"]]
     verdict = verdict_of(logged)
     print("\n".join(verdict.lines))
-    title = f"Deployed policy ({engine}), {trainer.state.global_step} steps, {args.constraint}"
+    title = f"Deployed policy ({engine}), {state.global_step} steps, {args.constraint}"
     if isinstance(trainer.eval_dataset, Dataset):  # a stream has no size
         title += f", {len(trainer.eval_dataset)} held-out problems"
-    print_table(("", "before", "after"), rows, title)
+    print_table(("", "before", "after"), [*outcome(logged), *rows], title)
     measured = {name: logged.series(metric).values for name, metric in MEASURED.items()}
     summary = {
         "engine": engine,
         "constraint": args.constraint,
-        "steps": trainer.state.global_step,
+        "steps": state.global_step,
         "before": {name: values[0] for name, values in measured.items() if values},
         "after": {name: values[-1] for name, values in measured.items() if values},
         "lambda": trainer.lagrange_multiplier.value,
