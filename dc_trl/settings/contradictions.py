@@ -204,12 +204,14 @@ CONTRADICTIONS = (
         "TRL streams to one server; set weight_sync='auto'",
         ["nccl"],
     ),
-    Rule("lora_deployment", _COLOCATED, _SERVER, ["adapter"]),
-    Rule("lora_deployment", {"weight_sync": ["nccl"]}, "nccl merges adapters; set weight_sync='auto'", ["adapter"]),
-    Rule("weight_sync_steps", {"weight_sync": ["nccl"]}, "a resumed run needs older weights; set weight_sync='auto'"),
+    Rule("lora_deployment routing_replay", _COLOCATED, _SERVER),
+    Rule(
+        "lora_deployment weight_sync_steps",
+        {"weight_sync": ["nccl"]},
+        "nccl merges adapters, and brings back no older weights when a run is resumed; set weight_sync='auto'",
+    ),
     Rule("weight_sync_steps", {"use_vllm": [True], "vllm_enable_sleep_mode": [True]}, f"sleep drops weights; {_ONE}"),
     Rule("routing_replay", _UNSAMPLED, f"{_SCHEME}, or {_SERVER}"),
-    Rule("routing_replay", _COLOCATED, _SERVER),
     # Those that follow keep the penalty from tokens that δ̄ counts: λ would climb to `lambda_max` without effect.
     Rule(
         "importance_sampling_level",
