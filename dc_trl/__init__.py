@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .constraint.mismatch import mismatch_metrics as mismatch_metrics
     from .evaluation import evaluate as evaluate
     from .grading.rewards import math_reward as math_reward
+    from .run.history import HistoryCallback as HistoryCallback
     from .trainer import DCGRPOTrainer as DCGRPOTrainer
-    from .trainers.history import HistoryCallback as HistoryCallback
     from .version import __version__ as __version__
 
 # Where each public name lives. They are imported when they are used: TRL takes seconds, and a vLLM worker that reloads
@@ -32,7 +32,7 @@ _MODULES = {
     "DCGRPOConfig": "config",
     "DCGRPOTrainer": "trainer",
     "DeploymentCheckpointCallback": "callbacks.deployment",
-    "HistoryCallback": "trainers.history",
+    "HistoryCallback": "run.history",
     "LagrangeMultiplier": "constraint.lagrangian",
     "LengthDecayCallback": "callbacks.length_decay",
     "LengthDecaySchedule": "callbacks.length_decay",

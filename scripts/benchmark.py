@@ -46,7 +46,7 @@ from dc_trl.grading import Gold, Grader, grade
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 from dc_trl.records.clock import PartsClock
 from dc_trl.records.tables import print_table
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 from dc_trl.settings.command_line import OptionParser
 
 
@@ -208,14 +208,14 @@ def time_of_parts(args: argparse.Namespace) -> None:
             trainer = make_trainer(DCGRPOTrainer, args, output_dir, **steps, max_steps=10)
             trainer.args.logging_steps = 1
             trainer.remove_callback(StepClock)  # which measures memory, and takes its time
-            trainer.parts_clock = CountingClock()
+            trainer.clock = CountingClock()
             shares: dict[str, list[float]] = {}
             for _ in range(args.repetitions + 1):
-                trainer.parts_clock.entered = 0
+                trainer.clock.entered = 0
                 trainer.train()
-                seconds = trainer.parts_clock.seconds()
+                seconds = trainer.clock.seconds()
                 total = sum(seconds.values())
-                for part, spent in [*seconds.items(), ("the clock itself", trainer.parts_clock.entered * cost)]:
+                for part, spent in [*seconds.items(), ("the clock itself", trainer.clock.entered * cost)]:
                     shares.setdefault(part, []).append(spent / total)
             for part, values in sorted(shares.items(), key=lambda found: -statistics.median(found[1])):
                 low, middle, high = statistics.quantiles(values[1:], n=4)  # the first one warms up

@@ -33,6 +33,7 @@ from trl import GRPOConfig, GRPOTrainer
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.calibration.causes import disturb, view_of
 from dc_trl.command import call
+from dc_trl.constraint.constraint import Constrained
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.sampled_tokens import SampledTokens
 
@@ -280,17 +281,18 @@ class Watch(TrainerCallback):
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self.batches: list[dict[str, Any]] = []
         self.tokens: list[tuple[int, SampledTokens]] = []  # with their steps
-        policy_loss, add = trainer.policy_loss, trainer._statistics["train"].add
+        compute_loss, count = trainer._compute_loss, trainer.constraint.count
 
         def watched_loss(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
             self.batches.append(inputs)
-            return policy_loss(model, inputs)
+            return compute_loss(model, inputs)
 
-        def watched_add(tokens: SampledTokens, *others: Any) -> None:
-            self.tokens.append((trainer.state.global_step, tokens))
-            add(tokens, *others)
+        def watched_count(constrained: Constrained, mode: str) -> None:
+            if mode == "train":
+                self.tokens.append((trainer.state.global_step, constrained.tokens))
+            count(constrained, mode)
 
-        trainer.policy_loss, trainer._statistics["train"].add = watched_loss, watched_add
+        trainer._compute_loss, trainer.constraint.count = watched_loss, watched_count
         trainer.add_callback(self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from dc_trl.rollouts.sampling import Request, Sampling, ServerEngine
+from dc_trl.sampling.seeded import Request, Sampling, ServerEngine
 from dc_trl.serving.answers import require_rollout
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.connection import Patience

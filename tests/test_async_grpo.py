@@ -21,7 +21,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from dc_trl.async_grpo import AsyncDCGRPOConfig, AsyncDCGRPOTrainer
 from dc_trl.constraint.mismatch import mismatch_metrics
 from dc_trl.grading.rewards import arithmetic_reward
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 
 from .helpers import TINY_MODEL, load_script, logged, make_model, make_prompts
 from .vllm_server import complete, requires_vllm
@@ -303,8 +303,8 @@ def test_the_lag_of_each_sample_is_that_of_the_weights_that_began_it(make_traine
     fields |= {"gradient_accumulation_steps": 1, "max_staleness": 4, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(constraint="static", constraint_target="lag", **fields)
     counted, weights = [], {}
-    add = trainer._statistics.add
-    trainer._statistics.add = lambda tokens, *others: (counted.append(tokens), add(tokens, *others))[1]
+    count = trainer.constraint.count
+    trainer.constraint.count = lambda constrained: (counted.append(constrained.tokens), count(constrained))[1]
     step = trainer.training_step
 
     def watched(model, *args):
@@ -364,8 +364,8 @@ def test_the_correction_gets_the_age_of_each_sample(make_trainer):
     fields = {"constraint": "none", "rollout_correction": "ppo_clip", "save_strategy": "steps", "save_steps": 2}
 
     def seen(trainer, **options):
-        found, correction = [], trainer.correction
-        trainer.correction = lambda tokens: (found.append(tokens), correction(tokens))[1]
+        found, correction = [], trainer.constraint.correction
+        trainer.constraint.correction = lambda tokens: (found.append(tokens), correction(tokens))[1]
         trainer.train(**options)
         return found
 

@@ -19,8 +19,8 @@ from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.command.problems import DataArguments, draw_prompts
-from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.sampling import EngineSpec
+from dc_trl.sampling.replica import Replica
+from dc_trl.sampling.seeded import EngineSpec
 
 from .helpers import ROOT, TINY_MODEL, make_model, make_trainer, program
 from .vllm_server import requires_vllm

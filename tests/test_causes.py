@@ -20,7 +20,7 @@ from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.records.estimators import Estimate
-from dc_trl.rollouts.sampling import EngineSpec
+from dc_trl.sampling.seeded import EngineSpec
 from dc_trl.serving.fit import schemes_of
 
 from .helpers import ROOT, TINY_MODEL, floor_and_format, make_model, make_tall_model, program

@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from dc_trl.resuming.checkpoints import checkpoint_defect, checkpoints
+from dc_trl.run.manifest import checkpoint_defect, checkpoints
 
 from . import helpers
 from .helpers import ROOT, TWO_PROCESSES, distinct_characters, make_prompts, untimed_rows

@@ -14,7 +14,7 @@ from dc_trl.command.finish import summarize
 from dc_trl.records.runs import read_run
 from dc_trl.records.verdict import verdict_of
 from dc_trl.report.tables import outcome_table
-from dc_trl.resuming.checkpoints import write_manifest
+from dc_trl.run.manifest import write_manifest
 
 from .helpers import make_prompts, make_trainer
 

@@ -10,9 +10,9 @@ from ..constraint.corrections import correction_of
 from ..constraint.forms import coefficient_of
 from ..constraint.settings import ConstraintSettings
 from ..constraint.thresholds import lag_warning
-from ..rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncation_warning, truncations
 from ..settings.contradictions import Rule, refuse, require_consistent
 from ..settings.fields import setting
+from ..settings.neutral_sampling import TRUNCATIONS, restrictions, truncation_warning, truncations
 
 
 logger = get_logger(__name__)

@@ -31,20 +31,16 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-from ..constraint.corrections import correction_of
-from ..constraint.forms import form_of
-from ..constraint.lagrangian import LagrangeMultiplier
-from ..constraint.statistics import BatchStatistics, batch_metrics
-from ..constraint.thresholds import drift_warning
+from ..constraint.constraint import Constraint
 from ..files import read_object, write_text
 from ..gate import limits_of, require_startable, require_trainable
 from ..grading.checked_reward import checked_reward
 from ..quantization.policy import base_model
-from ..resuming.checkpoints import STATE_FILE
+from ..run.manifest import STATE_FILE
+from ..run.resuming import given_rates, load_saved_weights
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
+from ..sampling.versions import SamplerWeights
 from ..settings.distribution import sharding_of
-from ..trainers.lag import SamplerWeights
-from ..trl_hooks import base_rates, load_saved_weights, use_base_rates
 from .config import AsyncDCGRPOConfig
 
 
@@ -56,6 +52,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+    from ..constraint.lagrangian import LagrangeMultiplier
 
     Reward: TypeAlias = Callable[..., list[float]]
 
@@ -80,9 +78,8 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         weight_transfer: object that sends weights (TRL's `WeightTransferProtocol`); by default TRL's NCCL stream.
 
     Attributes:
-        lagrange_multiplier (`LagrangeMultiplier`): λ; updated after each optimizer step with
-            `constraint="lagrangian"`.
-        form (`Form` or `None`), correction (`Correction` or `None`): as in [`~dc_trl.DCGRPOTrainer`].
+        constraint (`Constraint`): form, correction and statistics of the discrepancy, and λ, which is updated after
+            each optimizer step with `constraint="lagrangian"`.
 
     Raises:
         TypeError: `args` is not an `AsyncDCGRPOConfig`.
@@ -138,12 +135,10 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         if reward_funcs is not None:
             functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
             reward_funcs = [checked_reward(function) for function in functions]
-        self.form = form_of(args)
-        self.correction = correction_of(args)
-        self.lagrange_multiplier = LagrangeMultiplier.of(args)
         versions = args.max_staleness + _MORE_VERSIONS
-        self._statistics = BatchStatistics(args, 0 if args.split_by is None else versions * args.weight_sync_steps)
-        self._warned_of_drift = False
+        ages = 0 if args.split_by is None else versions * args.weight_sync_steps
+        self.constraint = Constraint(args, ages, clips=True)
+        self.constraint.truncations = args.truncations
         self._step_of_version: dict[int, int] = {}  # the optimizer step of each version of the server's weights
         super().__init__(
             model,
@@ -166,6 +161,11 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             self._lagged = SamplerWeights(self.accelerator.unwrap_model(self.model), versions)
         if self.accelerator.is_main_process:
             self.rollout_queue = VersionedQueue(self.rollout_worker.rollout_buffer)
+
+    @property
+    def lagrange_multiplier(self) -> LagrangeMultiplier:
+        """λ; constant with `constraint="static"`."""
+        return self.constraint.multiplier
 
     # --- the age of the samples -------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs = dict(inputs)
-        if self.correction is not None:  # masking needs the loss's gradient with respect to the advantages
+        if self.constraint.correction is not None:  # masking needs the loss's gradient with respect to the advantages
             inputs["advantages"] = inputs["advantages"].detach().requires_grad_()
         steps = inputs["weights_of_step"][0]
         with self._first_forward(model, self._older(steps)) as scores:
@@ -229,27 +229,23 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         ages = self.state.global_step - steps
         tokens = tokens._replace(age=ages[: len(lengths)])
         self._metrics["train"]["sync/age"].append(ages[: len(lengths)].float().mean().item())
-        penalty = weights = None
-        multiplier = self.lagrange_multiplier.value
-        if self.form is not None:
-            penalty = self.form(tokens.of_part(self.args.constraint_target))
-            tokens = tokens.penalised(penalty, multiplier)
         ratio = bounded_log_ratio(train_logps, infer_logps).exp()
-        if self.correction is not None:
-            kept = self.correction(tokens.of_part(self.args.rollout_correction_target)) > 0
+        constrained = self.constraint.apply(tokens)
+        penalty = constrained.penalty
+        if constrained.weights is not None:
+            kept = constrained.weights > 0
             (coefficients,) = torch.autograd.grad(loss, inputs["advantages"], create_graph=True)
             share = (coefficients * inputs["advantages"].detach())[selected]
             loss = loss - share.where(~kept[mask.bool()], 0.0).sum()
-            weights = matrix(ratio.detach()).where(kept, 0.0)
-        self._statistics.add(tokens, penalty, weights)
+            constrained = constrained._replace(weights=matrix(ratio.detach()).where(kept, 0.0))
+            penalty = None if penalty is None else penalty.where(kept, 0.0)
+        self.constraint.count(constrained)
         if penalty is None:
             return loss
-        if weights is not None:
-            penalty = penalty.where(weights > 0, 0.0)
         term = (ratio * penalty[mask.bool()]).where(tokens.scored[mask.bool()], 0.0).sum()
         # TRL's mean is over the tokens of this micro-batch on all processes, whose gradients are averaged.
         count = (inputs["global_n_tokens"][0] / self.accelerator.num_processes).clamp(min=1)
-        return loss + multiplier * term / count / self.current_gradient_accumulation_steps
+        return loss + self.lagrange_multiplier.value * term / count / self.current_gradient_accumulation_steps
 
     def _older(self, steps: Tensor) -> list[int]:
         """Return the kept steps before the present one whose weights sampled here, `steps`, or in another process."""
@@ -302,22 +298,12 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     def _close_step(self) -> None:
         """Reduce the statistics of the step over all processes, log them, and take one step of dual ascent."""
-        report = self._statistics.reduce(self.accelerator.gather)
-        assert report is not None  # a micro-batch has tokens on every process
-        if report.tokens == 0:
-            logger.warning("No token of this step has log-probabilities from both engines: nothing is measured.")
-            return
-        multiplier = None if self.form is None else self.lagrange_multiplier
-        metrics = batch_metrics(report, multiplier, truncated=bool(self.args.truncations))
-        for name, value in metrics.items():
+        report = self.constraint.report(self.accelerator.gather)
+        for warning in report.warnings:
+            logger.warning(warning)
+        for name, value in report.metrics.items():
             self._metrics["train"][name].append(value)
-        if not (self._warned_of_drift or self.args.truncations):
-            warning = drift_warning(self.args, metrics, age=None, clips=True)
-            if warning is not None:
-                self._warned_of_drift = True
-                logger.warning(warning)
-        if self.args.constraint == "lagrangian" and report.constrained_discrepancy is not None:
-            self.lagrange_multiplier.update(report.constrained_discrepancy)
+        self.constraint.end_iteration()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -326,8 +312,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         if self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             folder.mkdir(parents=True, exist_ok=True)
-            state = {"lagrange_multiplier": self.lagrange_multiplier.state_dict()}
-            write_text(folder / STATE_FILE, json.dumps(state, indent=2))
+            write_text(folder / STATE_FILE, json.dumps(self.constraint.state_dict(), indent=2))
         super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
@@ -336,14 +321,13 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        rates = base_rates(self.lr_scheduler)
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with given_rates(self.lr_scheduler, checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        use_base_rates(self.lr_scheduler, rates)
         path = Path(checkpoint, STATE_FILE)
         if path.is_file():
-            self.lagrange_multiplier.load_state_dict(read_object(path)["lagrange_multiplier"])
+            self.constraint.load_state_dict(read_object(path), within_batch=False)
         else:
             logger.warning(
                 f"{checkpoint} holds no {STATE_FILE} (AsyncDCGRPOTrainer did not save it): lambda starts at "

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, tokenize
-from ..rollouts.sampling import EngineSpec
+from ..sampling.seeded import EngineSpec
 from .causes import Case, diagnose, lag_floor
 from .mismatch import measure_engine
 from .result import Calibration, EngineMismatch

@@ -23,7 +23,8 @@ from ..grading.rewards import get_reward
 from ..hub.push import HubClient
 from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
 from ..records.settings import changed_settings
-from ..resuming.checkpoints import checkpoints, on_main_process, resumable_checkpoint, set_aside_later
+from ..run.history import HistoryCallback
+from ..run.manifest import checkpoints, on_main_process, resumable_checkpoint, set_aside_later
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say
@@ -31,7 +32,6 @@ from ..settings.fields import require_fields
 from ..settings.paths import lora_options
 from ..settings.pretrained import load_config_and_tokenizer
 from ..trainer import DCGRPOTrainer
-from ..trainers.history import HistoryCallback
 from .arguments import RunArguments, WatchArguments, require_servable
 from .problems import load_data
 

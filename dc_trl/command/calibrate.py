@@ -23,7 +23,7 @@ from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
 from ..calibration.tables import print_calibration
 from ..data.prompts import Prompt
-from ..rollouts.sampling import ENGINE_HELP, EngineSpec
+from ..sampling.seeded import ENGINE_HELP, EngineSpec
 from ..settings.command_line import (
     OptionParser,
     add_fields,

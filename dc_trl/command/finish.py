@@ -28,8 +28,8 @@ from ..records.runs import (
 )
 from ..records.tables import print_table
 from ..records.verdict import verdict_of
-from ..resuming.checkpoints import checkpoints, on_main_process
-from ..resuming.interruption import RunInterrupted, StopSignals
+from ..run.interruption import RunInterrupted, StopSignals
+from ..run.manifest import checkpoints, on_main_process
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line
 from ..trainer import DCGRPOTrainer
@@ -63,7 +63,7 @@ def run(
         return _end_early(trainer, error, stack)
     folder, step = Path(trainer.args.output_dir), trainer.state.global_step
     # The run had ended, and left the files of its end, before it was resumed.
-    if trainer.resumed_at_end and on_main_process(lambda: run_ended(folder, step) and holds_weights(folder)):
+    if trainer.run.resumed_at_end and on_main_process(lambda: run_ended(folder, step) and holds_weights(folder)):
         trainer.accelerator.print(f"The run in {trainer.args.output_dir} is finished and unchanged.", flush=True)
         release_processes(trainer)
         return None

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..resuming.checkpoints import LAGGED_FILE
+
+LAGGED_FILE = "lagged_rank{rank}.safetensors"  # of a checkpoint
 
 
 class SamplerWeights:

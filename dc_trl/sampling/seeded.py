@@ -22,7 +22,7 @@ from ..serving.background import all_of, in_event_loop
 from ..serving.client import require_loaded
 from ..serving.connection import Connection, Patience
 from ..serving.errors import ServerError, ServerRefusedError
-from .neutral_sampling import SERVER_DEFAULTS
+from ..settings.neutral_sampling import SERVER_DEFAULTS
 from .replica import Replica, end_tokens
 
 

@@ -10,106 +10,31 @@ alone, the loss keeps its log-probabilities of the whole vocabulary. DeepSeek-V3
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from trl.trainer.utils import pad
 
-from ..quantization.policy import scaled_logits
+from ..quantization.policy import base_model, scaled_logits, unwrapped
+from ..sampling.named_tokens import KeptLogProb, NamedLogProb
+from ..settings.neutral_sampling import truncation_warning
+from .part import Part
 
 
+logger = get_logger(__name__)
+
+_REMEDY = (
+    "set top_k too with a vLLM engine (at most 20 with vllm_mode='colocate'), return KeptLogProb from rollout_func, "
+    "or sample without truncation"
+)
 _TILE = 2**26  # number of logits that are held at a time: 256 MiB in float32
 _LogProbs = list[list[float | None]]  # of the tokens of completions, in nats; None is NaN
-# vLLM's server writes this for minus infinity.
-_NEVER = -9999.0
-
-
-class NamedLogProb(float):
-    """Log-probability of a sampled token, in nats, with tokens that the engine named at its position.
-
-    TRL splits and joins completions as lists of floats, which keep this type.
-
-    Attributes:
-        tokens: ids of the named tokens, int32 of shape (n,); with or without the sampled one.
-        logps: log-probabilities of `tokens` under the engine, nats, float32 of shape (n,); None if unknown.
-    """
-
-    tokens: Tensor
-    logps: Tensor | None
-
-    def __new__(cls, value: float, tokens: Tensor, logps: Tensor | None = None) -> Self:
-        self = super().__new__(cls, value)
-        self.tokens, self.logps = tokens, logps
-        return self
-
-
-class KeptLogProb(NamedLogProb):
-    """Log-probability of a sampled token among the tokens that the engine kept.
-
-    `tokens` are all of these, with the sampled one, and `logps` are among them too.
-
-    Attributes:
-        reported: log-probability that the engine itself reports, in nats, where it is another number: of the whole
-            vocabulary, or before `named_by_vllm`.
-    """
-
-    reported: float
-
-    def __new__(cls, value: float, tokens: Tensor, reported: float | None = None, logps: Tensor | None = None) -> Self:
-        self = super().__new__(cls, value, tokens, logps)
-        self.reported = value if reported is None else reported
-        return self
-
-
-def named_by_vllm(
-    completion_ids: list[list[int]],
-    logprobs: list[list[list[float | None]]],
-    token_ids: list[list[list[int]]],
-    most: int,
-    truncated: bool,
-) -> list[list[list[float]]]:
-    """Return log-probabilities of sampled tokens with the most probable tokens that vLLM returned.
-
-    With `logprobs=k`, vLLM returns the k most probable tokens, and the sampled one. Under truncated sampling these are
-    the tokens that it kept: in its `processed_logprobs`, those that top-p or min-p dropped are minus infinity, and
-    where several tokens share the k-th place, it keeps all of them and returns k and the sampled one. The
-    log-probabilities are then taken among the returned ones: the same conditional probability in both engines.
-
-    Args:
-        completion_ids: sampled tokens of each completion.
-        logprobs, token_ids: log-probabilities at each position of each completion, in nats, from the most probable
-            token on, and their tokens; None is NaN.
-        most: k.
-        truncated: whether top-p, top-k or min-p truncate sampling.
-
-    Returns:
-        One `KeptLogProb` for each token of each completion or, without truncation, one `NamedLogProb` (NaN without
-        tokens where vLLM has NaN), nested as TRL nests the log-probability of the sampled token alone.
-    """
-    return [
-        [[_named_by_vllm(most, truncated, *token)] for token in zip(*completion, strict=True)]
-        for completion in zip(completion_ids, logprobs, token_ids, strict=True)
-    ]
-
-
-def _named_by_vllm(
-    most: int, truncated: bool, sampled: int, logprobs: list[float | None], token_ids: list[int]
-) -> float:
-    values = [value for value in logprobs if value is not None]
-    if len(values) < len(logprobs):
-        return math.nan
-    tokens, at = torch.tensor(token_ids, dtype=torch.int32), token_ids.index(sampled)
-    if not truncated:
-        # Which tokens are named must not depend on the one that was sampled: that one is named if it is among the k.
-        return NamedLogProb(values[at], tokens[:most], torch.tensor(values[:most]))
-    logps = torch.tensor(values, dtype=torch.float64)
-    among = logps.masked_fill(logps <= _NEVER, -torch.inf).log_softmax(0)
-    kept = among > -torch.inf
-    return KeptLogProb(among[at].item(), tokens[kept], values[at], among[kept].float())
 
 
 class Named(NamedTuple):
@@ -118,6 +43,19 @@ class Named(NamedTuple):
     ids: Tensor  # (batch, width), int32: the named tokens of a completion, position by position, then -1
     counts: Tensor  # (batch, positions), int32: number of named tokens at a position; 0 where nothing was truncated
     logps: Tensor | None = None  # (batch, width), float32, nats: log-probabilities of `ids`, then 0; of the latter
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], kind: str) -> "Named | None":
+        """Return the tokens of a kind, `"kept"` or `"named"`, whose `columns` a batch has; None where it has none."""
+        if f"{kind}_ids" not in batch:
+            return None
+        logps = batch["named_logps"] if kind == "named" else None
+        return cls(batch[f"{kind}_ids"], batch[f"{kind}_counts"], logps)
+
+    def columns(self, kind: str) -> dict[str, Tensor]:
+        """Return the tokens as columns of a batch."""
+        found = {"ids": self.ids, "counts": self.counts, "logps": self.logps}
+        return {f"{kind}_{name}": value for name, value in found.items() if value is not None}
 
     @classmethod
     def kept(cls, logprobs: _LogProbs, device: torch.device) -> "Named | None":
@@ -137,21 +75,11 @@ class Named(NamedTuple):
         if named is None or any(logps is None for row in rows for logps in row):
             raise ValueError(
                 "score_centering=True reads the sampler's most probable tokens, and the rollouts do not name them: "
-                "return logprobs of type dc_trl.rollouts.truncation.NamedLogProb, with their log-probabilities, from "
-                "rollout_func, or set score_centering=False."
+                "return logprobs of type dc_trl.sampling.named_tokens.NamedLogProb, with their log-probabilities, "
+                "from rollout_func, or set score_centering=False."
             )
         flat = [torch.cat([torch.empty(0), *(logps for logps in row if logps is not None)]) for row in rows]
         return cls(*(each.to(device) for each in (*named, _padded(flat, 0.0))))
-
-
-def padded_logps(logprobs: list[list[float | None]]) -> Tensor:
-    """Return log-probabilities of completions as a tensor, float32 of shape (batch, positions), with NaN for None."""
-    return _padded([torch.tensor([math.nan if value is None else value for value in row]) for row in logprobs], 0)
-
-
-def reported_logps(logprobs: list[list[float | None]]) -> list[list[float | None]]:
-    """Return log-probabilities of completions as the engine reports them, see `KeptLogProb`."""
-    return [[value.reported if isinstance(value, KeptLogProb) else value for value in row] for row in logprobs]
 
 
 def _named(logprobs: _LogProbs) -> tuple[Tensor, Tensor] | None:
@@ -283,47 +211,6 @@ class KeptHead:
         return among(kept.support(logits), logits).gather(1, sampled.unsqueeze(1)).squeeze(1)
 
 
-# Keys of a batch. TRL shuffles, splits and buffers them with the tokens, and a checkpoint within the batch has them.
-_KEPT_IDS, _KEPT_COUNTS, _KEPT_LOGPS, _ROUTES = "kept_ids", "kept_counts", "kept_logps", "routed_experts"
-_NAMED = ("named_ids", "named_counts", "named_logps")
-
-
-class Choices(NamedTuple):
-    """What the engine chose for the completions of a batch.
-
-    Attributes:
-        kept: the tokens that truncated sampling kept; None if it does not truncate, or the engine does not name them.
-        routes: the experts of each token, int16, shape (B, P+T, layers, k); None if they are not replayed.
-        kept_logps: the engine's log-probabilities among the kept tokens, shape (B, T), nats, where the discrepancy is
-            only measured and the loss keeps those of the whole vocabulary; elsewhere None.
-        named: the most probable tokens that vLLM named, for score centering; None without it.
-    """
-
-    kept: Named | None = None
-    routes: Tensor | None = None
-    kept_logps: Tensor | None = None
-    named: Named | None = None
-
-    @classmethod
-    def of(cls, batch: Mapping[str, Any]) -> "Choices":
-        """Return the choices that `in_batch` added to a batch."""
-        kept = Named(batch[_KEPT_IDS], batch[_KEPT_COUNTS]) if _KEPT_IDS in batch else None
-        named = Named(*(batch[key] for key in _NAMED)) if _NAMED[0] in batch else None
-        return cls(kept, batch.get(_ROUTES), batch.get(_KEPT_LOGPS), named)
-
-    def in_batch(self) -> dict[str, Tensor]:
-        """Return the choices as tensors of a batch."""
-        found = {_ROUTES: self.routes, _KEPT_LOGPS: self.kept_logps}
-        if self.kept is not None:
-            found |= {_KEPT_IDS: self.kept.ids, _KEPT_COUNTS: self.kept.counts}
-        if self.named is not None:
-            found |= zip(_NAMED, self.named, strict=True)
-        return {name: value for name, value in found.items() if value is not None}
-
-
-NO_CHOICES = Choices()
-
-
 def _padded(rows: list[Tensor], value: float) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
@@ -334,3 +221,58 @@ def flat(kept: Named, width: int) -> tuple[Tensor, Tensor]:
     starts = torch.arange(rows, device=kept.ids.device)[:, None] * width
     positions = starts + torch.arange(columns, device=kept.ids.device)
     return positions.flatten().repeat_interleave(kept.counts.flatten()), kept.ids[kept.ids >= 0].long()
+
+
+class KeptTokens(Part):
+    """Takes the trainer's log-probabilities among the tokens that the engine kept.
+
+    Where a constraint, a correction or score centering acts on the discrepancy, the loss has them too. Elsewhere it is
+    TRL's, and the batch gets both engines' log-probabilities among the kept tokens in columns of their own, shape
+    (B, T), nats: `kept_logps` of the sampler, `compared_logps` of the policy.
+
+    Raises:
+        ValueError: something acts on the discrepancy, and the rollouts do not say which tokens were kept.
+    """
+
+    def rollout(self, rollout):
+        trainer, logprobs = self.trainer, rollout.logprobs
+        if logprobs is None:
+            return
+        args, device = trainer.args, trainer.accelerator.device
+        kept = Named.kept(logprobs, device)
+        if kept is None:
+            if args.compared_by is not None:
+                raise ValueError(
+                    "The rollouts were sampled with truncation (top_p, top_k or min_p), and do not say which tokens "
+                    "were kept: return logprobs of type dc_trl.sampling.named_tokens.KeptLogProb from rollout_func, "
+                    f"set top_p=1.0, top_k=0 and min_p=None, or {args.without_comparison}."
+                )
+            if not trainer.constraint.truncations:
+                logger.warning(truncation_warning(args.truncations, _REMEDY))
+            trainer.constraint.truncations = args.truncations
+            return
+        trainer.constraint.truncations = {}
+        rollout.columns |= kept.columns("kept")
+        if args.compared_by is None:  # the loss is TRL's
+            rows = [torch.tensor([math.nan if value is None else value for value in row]) for row in logprobs]
+            padded = pad(rows, 0, "right", trainer.pad_to_multiple_of)
+            rollout.columns["kept_logps"] = padded.to(device)
+            rollout.logprobs = [
+                [value.reported if isinstance(value, KeptLogProb) else value for value in row] for row in logprobs
+            ]
+
+    def forward(self, score, model, inputs, *tokens, **options):
+        kept = Named.of(inputs, "kept")
+        if kept is None:
+            return score(*tokens, **options)
+        trainer = self.trainer
+        measured = "kept_logps" in inputs  # and no more: the loss is TRL's
+        policy = base_model(unwrapped(trainer.accelerator, model))
+        input_ids, _, logits_to_keep, *_ = tokens
+        completion_ids, in_float32 = input_ids[:, -logits_to_keep:], trainer.args.cast_lm_head_to_fp32
+        with KeptHead(policy, kept, completion_ids, trainer.temperature, in_float32, gradient=not measured) as head:
+            scores = score(*tokens, **options)
+        if not measured:
+            return (head.log_probs(scores[0]), *scores[1:])
+        inputs.setdefault("compared_logps", head.log_probs(scores[0].detach()))  # before any reference model's
+        return scores

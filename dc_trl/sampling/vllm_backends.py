@@ -32,8 +32,8 @@ from ..serving.fit import require_shared_directory
 from ..serving.pool import ServerPool, meet_servers
 from ..serving.router import RoutedServers, require_listed
 from ..serving.server import BLOCK_SCALES, vllm_version
-from .neutral_sampling import TRUNCATIONS, truncations
-from .truncation import named_by_vllm
+from ..settings.neutral_sampling import TRUNCATIONS, truncations
+from .named_tokens import named_by_vllm
 
 
 logger = get_logger(__name__)

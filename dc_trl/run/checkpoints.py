@@ -14,17 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from ..files import read_object, replace_folder_link, write_text
 from ..records.clock import OTHER
-from ..resuming.checkpoints import ROLLOUTS_FILE, STATE_FILE, write_manifest
-from ..resuming.interruption import BEGIN_AGAIN, resume_command
-from ..rollouts.buffer import load_rollouts, save_rollouts
-from .sampling import SamplingTrainer
+from .interruption import BEGIN_AGAIN, resume_command
+from .manifest import STATE_FILE, write_manifest
 
+
+ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"  # of a checkpoint: the generation batch that is in use
 
 logger = get_logger(__name__)
 
@@ -39,7 +41,7 @@ class Checkpoints(TrainerCallback):
         saved_at: step of the last checkpoint that the present training saved or resumed from; None if there is none.
     """
 
-    def __init__(self, trainer: SamplingTrainer):
+    def __init__(self, trainer: Any):
         self._trainer = trainer
         self.begin_training()
         trainer.add_callback(self)
@@ -58,15 +60,14 @@ class Checkpoints(TrainerCallback):
         trainer = self._trainer
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         numbers = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
-        iteration = copy.deepcopy(trainer.iteration_state())
-        self._ended = trainer.micro_batches_done, trainer.generation_batch, iteration, numbers
+        self._ended = trainer._step, trainer._buffered_inputs, copy.deepcopy(self._state()), numbers
         self._moving_since = None
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._moving_since = state.global_step
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        self._trainer.parts_clock.switch(OTHER)  # the optimizer steps in transformers' own loop
+        self._trainer.clock.switch(OTHER)  # the optimizer steps in transformers' own loop
 
     def save_after_failure(self, together: bool) -> str:
         """Save the last step that ended, if that is possible, and return how to resume.
@@ -83,15 +84,15 @@ class Checkpoints(TrainerCallback):
             return self.way_back()
         if trainer.accelerator.num_processes > 1 and not together:
             return _not_saved("one of several processes cannot save alone")
-        trainer.micro_batches_done, trainer.generation_batch, iteration, (python, numpy, cpu, cuda) = self._ended
-        trainer.load_iteration_state(iteration | {"seconds": {}}, within_batch=True)
+        trainer._step, trainer._buffered_inputs, state, (python, numpy, cpu, cuda) = self._ended
+        self._load_state(state | {"seconds": {}}, within_batch=True)
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
         try:
-            trainer.save_checkpoint()
+            trainer._save_checkpoint(trainer.model, trial=None)
             trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         except (OSError, RuntimeError, SafetensorError) as error:  # all of them may be a full disk
             return _not_saved(str(error))
@@ -106,6 +107,21 @@ class Checkpoints(TrainerCallback):
         folder, command = self._trainer.checkpoint_folder(), resume_command(self._trainer.args.output_dir)
         return f"The run is saved: go on with resume_from_checkpoint={folder!r}, or {command}."
 
+    def _state(self) -> dict[str, Any]:
+        """Return the state with which a run resumes beside weights and optimizer, as JSON values."""
+        trainer = self._trainer
+        parts = {type(part).__name__: state for part in trainer.parts if (state := part.state_dict())}
+        return {"seconds": trainer.clock.seconds(), "parts": parts} | trainer.constraint.state_dict()
+
+    def _load_state(self, state: dict[str, Any], within_batch: bool) -> None:
+        """Restore what `_state` returned; `within_batch` says whether the generation batch is resumed too."""
+        trainer = self._trainer
+        trainer.clock.carry(state["seconds"])
+        trainer.constraint.load_state_dict(state, within_batch)
+        for part in trainer.parts:
+            if (of_part := state.get("parts", {}).get(type(part).__name__)) is not None:
+                part.load_state_dict(of_part)
+
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def write(self, write: Callable[[], None], folder: str) -> None:
@@ -119,13 +135,13 @@ class Checkpoints(TrainerCallback):
         # Our files come first, because transformers finally marks the checkpoint as complete, pushes it, and rotates.
         self._empty(folder)
         # Between two optimizer steps of one generation batch, the remaining batch belongs to the run's state.
-        done = trainer.micro_batches_done % trainer.micro_batches_per_generation
+        done = trainer._step % trainer.micro_batches_per_generation
         if done > 0:
-            save_rollouts(trainer.generation_batch, self._rollouts_in(folder))
+            save_rollouts(trainer._buffered_inputs, self._rollouts_in(folder))
         sampling = trainer.sampler.save(folder)
         if args.should_save:
             of_run = {
-                **trainer.iteration_state(),
+                **self._state(),
                 **sampling,
                 "micro_batches_done": done,
                 "micro_batches_per_iteration": trainer.micro_batches_per_generation,
@@ -187,16 +203,40 @@ class Checkpoints(TrainerCallback):
         slices = None
         if done > 0 and as_before:
             slices = load_rollouts(self._rollouts_in(checkpoint), trainer.accelerator.device)
-        trainer.load_iteration_state(state, within_batch=slices is not None)
+        self._load_state(state, within_batch=slices is not None)
         trainer.sampler.load(checkpoint, state)
         if slices is not None:
-            trainer.generation_batch, trainer.micro_batches_done = slices, done
+            trainer._buffered_inputs, trainer._step = slices, done
         elif done > 0:
             logger.warning(
                 f"{checkpoint} was saved within a generation batch by a run with other steps_per_generation, "
                 "num_iterations or number of processes: the rest of that batch is discarded, "
                 "and a new one generated."
             )
+
+
+def save_rollouts(slices: list[dict[str, Any]], path: str) -> None:
+    """Write the slices of a generation batch, with tensors and JSON-compatible values, as a safetensors file."""
+    tensors: dict[str, Tensor] = {}
+    values: list[dict[str, Any]] = [{} for _ in slices]
+    for index, inputs in enumerate(slices):
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                # Slices are views into one batch, which safetensors cannot store.
+                tensors[f"{index}.{name}"] = value.cpu().clone().contiguous()
+            else:
+                values[index][name] = value
+    save_file(tensors, path, metadata={"values": json.dumps(values)})
+
+
+def load_rollouts(path: str, device: torch.device) -> list[dict[str, Any]]:
+    """Return the slices that `save_rollouts` wrote, on a device."""
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        slices = json.loads(file.metadata()["values"])
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            index, name = key.split(".", 1)
+            slices[int(index)][name] = file.get_tensor(key)
+    return slices
 
 
 def _not_saved(why: str) -> str:

@@ -1,4 +1,4 @@
-"""The engine that samples in training, and which weights it holds.
+"""`Sampler`: the engine that samples, and which weights it holds.
 
 `OverlappedSampler` samples beside training. When training takes up a generation batch, the server gets the present
 weights and begins to sample the next batch while this one is scored and trained on. Each batch is thus sampled with
@@ -15,22 +15,28 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import transformers
 from accelerate.logging import get_logger
 
 from ..quantization.policy import unwrapped
-from ..resuming.checkpoints import AHEAD_FILE, SAMPLER_FOLDER
-from ..rollouts.schedule import LookAhead, SyncSchedule
-from ..trl_hooks import Completions, HookedTrainer
-from .lag import SamplerWeights
+from .empty_completions import fill_empty
+from .schedule import LookAhead, SyncSchedule
+from .versions import SamplerWeights
 
 
 # Imported only where a run samples with one of them.
 if TYPE_CHECKING:
-    from ..rollouts.overlap import OverlappedGeneration
+    from .overlap import OverlappedGeneration
+    from .replica import Replica
 
+
+SAMPLER_FOLDER = "sampler"  # of a checkpoint: the sampler's weights if they lag behind the trained ones
+AHEAD_FILE = "rollouts_ahead.json"  # of a checkpoint: the batch of all processes that was sampled beside training
+
+# Token ids of each completion of one turn, and their log-probabilities, if the engine returns any.
+Completions: TypeAlias = tuple[list[list[int]], list[list[float]] | None]
 
 logger = get_logger(__name__)
 
@@ -42,6 +48,7 @@ class Sampler:
         trainer: trainer whose policy samples.
         engine: engine with its own copy of the weights, a `Replica` or a vLLM backend; None if the policy samples
             itself (`model.generate`) or a `rollout_func` does.
+        truncates: whether top-p, top-k or min-p cut off what the engine samples.
 
     Attributes:
         age: optimizer steps from the weights that sampled the latest batch to the policy's; 0 in an evaluation.
@@ -51,8 +58,9 @@ class Sampler:
 
     _versions = 1  # of the weights, that batches which are still to be trained on were sampled with
 
-    def __init__(self, trainer: HookedTrainer, engine: Any):
+    def __init__(self, trainer: Any, engine: Any, truncates: bool = False):
         self._trainer, self._engine = trainer, engine
+        self.truncates = truncates
         self._schedule = SyncSchedule(trainer.args.weight_sync_steps)
         self._held: int | None = None  # the step whose weights the engine holds
         self._kept: TemporaryDirectory[str] | None = None  # the weights of training while an evaluation has others
@@ -67,6 +75,11 @@ class Sampler:
         return ("transformers", transformers.__version__, None) if self._engine is None else self._engine.identity
 
     @property
+    def replica(self) -> Replica | None:
+        """The in-process engine; None where another one samples."""
+        return None if self._trainer.use_vllm else self._engine
+
+    @property
     def may_lag(self) -> bool:
         """Whether rollouts of training may have weights from before the present step."""
         return self._trainer.args.may_lag
@@ -77,9 +90,16 @@ class Sampler:
         """Bring the weights that should sample these prompts."""
         self.bring_weights(self._trainer.model.training)
 
-    def turn(self, sample: Callable[[], Completions]) -> Completions:
-        """Return one turn, which `sample` asks the engine for."""
-        return sample()
+    def turn(self, of_trl: Callable[[], Completions], prompt_ids: list[list[int]]) -> Completions:
+        """Return one turn of completions, of the replica or, by `of_trl`, of TRL's engine; none of them is empty."""
+        trainer = self._trainer
+        if self.replica is None:
+            completion_ids, logprobs = of_trl()
+        else:
+            completion_ids, logprobs = self.replica.generate(
+                prompt_ids, trainer.generation_config, trainer.temperature, among_kept=self.truncates
+            )
+        return fill_empty(completion_ids, logprobs, trainer._tokenizer.eos_token_id)
 
     def end_batch(self, completions: int) -> None:
         """Log the step whose weights have sampled this number of completions."""
@@ -90,7 +110,7 @@ class Sampler:
         self.age = self._age() if training else 0
         if not (self.may_lag or trainer.args.split_by is not None):  # beside the lag's part, 0 says that there is none
             return
-        trainer.add_column("weights_of_step", [step - self.age] * completions)
+        trainer._pending_extra_logs["weights_of_step"].extend([step - self.age] * completions)
         if training:
             trainer.add_metric("sync/age", self.age)
             trainer.add_metric("sync/count", self._schedule.syncs)
@@ -114,9 +134,9 @@ class Sampler:
         """Load the weights that should sample into the engine: the present ones, or in training perhaps older ones."""
         if self._engine is None:
             return
-        with self._trainer.parts_clock.part("sync"):
+        with self._trainer.clock.part("sync"):
             self._bring_weights(training)
-            self._trainer.skip_weight_sync()
+            self._trainer._last_loaded_step = self._trainer.state.global_step  # TRL has no weights to load
 
     def _bring_weights(self, training: bool) -> None:
         schedule, step = self._schedule, self._trainer.state.global_step
@@ -218,7 +238,7 @@ class OverlappedSampler(Sampler):
     """A sampler whose server samples the next generation batch while the present one trains.
 
     Args:
-        trainer: trainer whose policy samples.
+        trainer, truncates: see `Sampler`.
         engine: server that can sample ahead.
         distance: number of micro-batches that one generation batch is used for.
     """
@@ -226,8 +246,8 @@ class OverlappedSampler(Sampler):
     _engine: OverlappedGeneration
     _versions = 2  # of the batch that trains and of the one ahead
 
-    def __init__(self, trainer: HookedTrainer, engine: OverlappedGeneration, distance: int):
-        super().__init__(trainer, engine)
+    def __init__(self, trainer: Any, engine: OverlappedGeneration, truncates: bool, distance: int):
+        super().__init__(trainer, engine, truncates)
         self._look_ahead = LookAhead(distance)
         self._distance = distance
         self._first_of_step = 0  # micro-batches that were done at the beginning of the present optimizer step
@@ -238,29 +258,29 @@ class OverlappedSampler(Sampler):
     # --- the next batch ---------------------------------------------------------------------------------------------
 
     def look_ahead(self, batches, count):
-        self._first_of_step = self._trainer.micro_batches_done
+        self._first_of_step = self._trainer._step
         return iter(self._look_ahead.take(batches, count))
 
     def _next_prompts(self) -> list[list[int]] | None:
         """Return token ids of the next generation batch of this epoch; None if no next one is trained on."""
         trainer = self._trainer
-        index = trainer.micro_batches_done - self._first_of_step + self._distance
+        index = trainer._step - self._first_of_step + self._distance
         if trainer.state.global_step + index // trainer.args.gradient_accumulation_steps >= trainer.state.max_steps:
             return None
         rows = self._look_ahead[index]
-        return None if rows is None else trainer.tokenize([row["prompt"] for row in rows])[0]
+        return None if rows is None else trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
 
     # --- take up a batch and begin the next one ---------------------------------------------------------------------
 
     def begin_batch(self, prompts):
         if self._trainer.model.training and self._ahead_of is not None:
-            with self._trainer.parts_clock.part("waiting"):
+            with self._trainer.clock.part("waiting"):
                 self._take_up(prompts, self._ahead_of)
         super().begin_batch(prompts)
 
     def _take_up(self, prompts: list, sampler_step: int) -> None:
         """Wait for the batch ahead, and claim it if it is the one that training needs now."""
-        prompt_ids = self._trainer.tokenize(prompts)[0]
+        prompt_ids = self._trainer._tokenize_prompts(prompts)[0]
         claim = self._engine.claim(prompt_ids, self._trainer.num_generations)
         self._ahead_of = None
         self._claimed = claim is not None
@@ -277,9 +297,9 @@ class OverlappedSampler(Sampler):
         if not (training and self._claimed):  # a claimed batch is sampled already
             super()._bring_weights(training)
 
-    def turn(self, sample):
+    def turn(self, of_trl, prompt_ids):
         begin = time.perf_counter()
-        output = super().turn(sample)
+        output = super().turn(of_trl, prompt_ids)
         if self._trainer.model.training:
             if not self._claimed:
                 self._sampler_step = self._begun_with()

@@ -25,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..quantization.policy import base_model, scaled_logits
-from ..sampled_tokens import SampledTokens
-from .replica import Replica
-from .truncation import NO_CHOICES, Choices, TileTokens, among, tiled, tiles_of
+from ..sampled_tokens import SampledTokens, loss_mask
+from ..sampling.replica import Replica
+from .kept_tokens import Named, TileTokens, among, tiled, tiles_of
+from .part import Part
 
 
 _LEAST_TAIL = 1e-6  # of 1 − Σ_H p
@@ -122,7 +123,13 @@ class ScoreCentering:
             self._of_sampler = _Recorder(sampler.model, temperature, with_gradient=False)
 
     def __call__(
-        self, input_ids: Tensor, attention_mask: Tensor, width: int, advantages: Tensor, choices: Choices = NO_CHOICES
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        width: int,
+        advantages: Tensor,
+        kept: Named | None = None,
+        named: Named | None = None,
     ) -> Centre:
         """Return the mean score at each completion token of the policy's latest forward with a gradient.
 
@@ -130,7 +137,7 @@ class ScoreCentering:
             input_ids, attention_mask: prompts and completions of that forward, shape (B, P + T).
             width: T.
             advantages: Â of each trajectory, shape (B,), or of each token, (B, T); some corrections go by its sign.
-            choices: the tokens that truncated sampling kept, and those that vLLM named.
+            kept, named: the tokens that truncated sampling kept, and those that vLLM named.
         """
         policy_head = self._of_policy.take()
         hidden = tiles_of(policy_head.hidden, width, len(policy_head.weight))
@@ -145,8 +152,8 @@ class ScoreCentering:
             hidden,
             whole.expand(len(input_ids), width).flatten().split(size),
             samplers,
-            tiled(choices.named, width, size, count),
-            tiled(choices.kept, width, size, count),
+            tiled(named, width, size, count),
+            tiled(kept, width, size, count),
             strict=True,
         )
         columns = [checkpoint(self._centre, *policy_head[1:], *tile, use_reentrant=False) for tile in tiles]
@@ -193,3 +200,42 @@ def _with_tail(log_p: Tensor, named: TileTokens) -> Tensor:
     mass_q, mass_p = (zeros.index_add(0, named.rows, values.exp()) for values in (logps, log_p[at]))
     ratio = (1 - mass_q).clamp(min=0) / (1 - mass_p).clamp(min=_LEAST_TAIL)
     return (log_p + ratio.log().unsqueeze(-1)).index_put(at, logps)
+
+
+class CentredScore(Part):
+    """Gives log π_train of the loss the centred score as its gradient; the values stay.
+
+    A loss that multiplies the gradient w·s of a token by its advantage then has w·s − E_q[w·s] in its place, with its
+    own clip and mean. The weights w of a correction are here, and not in the advantages, because the mean is taken
+    away from tokens of weight 0 too.
+    """
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        trainer.constraint.weighs_score = True
+        replica, correction = trainer.sampler.replica, trainer.constraint.correction
+        top_k = trainer.args.score_centering_top_k
+        self._centering = ScoreCentering(trainer.model, replica, trainer.temperature, correction, top_k)
+
+    def rollout(self, rollout):
+        trainer = self.trainer
+        if trainer.sampler.replica is None and rollout.logprobs is not None:
+            rollout.columns |= Named.most_probable(rollout.logprobs, trainer.accelerator.device).columns("named")
+
+    def scored(self, scores, inputs, input_ids, attention_mask, logits_to_keep):
+        logps, *others = scores
+        if not logps.requires_grad:
+            return scores
+        trainer = self.trainer
+        with trainer.clock.part("constraint"):
+            kept, named = (Named.of(inputs, kind) for kind in ("kept", "named"))
+            centre = self._centering(input_ids, attention_mask, logits_to_keep, inputs["advantages"], kept, named)
+            scored = loss_mask(inputs).bool()
+            sums = torch.cat([centre.drift[scored].sum(0), scored.sum().unsqueeze(0)]).unsqueeze(0)
+            variation, norm, count = trainer.accelerator.gather(sums).sum(0).tolist()
+            trainer.add_metric("discrepancy/drift_tv", variation / max(count, 1))
+            trainer.add_metric("discrepancy/drift_l2", norm / max(count, 1))
+            weights = inputs.get("correction_weights")
+            score = logps if weights is None else weights.to(logps.dtype) * logps
+            centred = score - centre.score
+        return (logps.detach() + (centred - centred.detach()), *others)

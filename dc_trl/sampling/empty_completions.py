@@ -1,14 +1,7 @@
-"""Rollouts in TRL's buffer: empty completions are filled, and generation batches are saved and loaded."""
+"""Empty completions, which TRL cannot read: they are filled with a token that enters no loss."""
 
-import json
 import math
 from functools import wraps
-from typing import Any
-
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 
 class UnsampledToken(int):
@@ -56,31 +49,7 @@ def with_nonempty_completions(rollout_func):
         output = rollout_func(prompts, trainer)
         if not {"completion_ids", "logprobs"} <= output.keys():
             return output  # TRL's error names the missing keys
-        filled = fill_empty(output["completion_ids"], output["logprobs"], trainer.text_tokenizer.eos_token_id)
+        filled = fill_empty(output["completion_ids"], output["logprobs"], trainer._tokenizer.eos_token_id)
         return output | dict(zip(("completion_ids", "logprobs"), filled, strict=True))
 
     return rollout
-
-
-def save_rollouts(slices: list[dict[str, Any]], path: str) -> None:
-    """Write the slices of a generation batch, with tensors and JSON-compatible values, as a safetensors file."""
-    tensors: dict[str, Tensor] = {}
-    values: list[dict[str, Any]] = [{} for _ in slices]
-    for index, inputs in enumerate(slices):
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                # Slices are views into one batch, which safetensors cannot store.
-                tensors[f"{index}.{name}"] = value.cpu().clone().contiguous()
-            else:
-                values[index][name] = value
-    save_file(tensors, path, metadata={"values": json.dumps(values)})
-
-
-def load_rollouts(path: str, device: torch.device) -> list[dict[str, Any]]:
-    """Return the slices that `save_rollouts` wrote, on a device."""
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        slices = json.loads(file.metadata()["values"])
-        for key in file.keys():  # noqa: SIM118 (not a dict)
-            index, name = key.split(".", 1)
-            slices[int(index)][name] = file.get_tensor(key)
-    return slices

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from trl.trainer.utils import pad
 
-from ..quantization.policy import base_model
+from ..quantization.policy import base_model, unwrapped
+from .part import Part
 
 
 OWN_CHOICE = -1  # marks a token for which the engine chose no experts: the trainer chooses
@@ -183,6 +184,7 @@ class RoutingReplay:
             routes: routes of a batch, int16, shape (batch, tokens, layers, k).
         """
         self._routes = routes.flatten(0, 1)
+        self._known = (self._routes[:, 0, 0] != OWN_CHOICE).sum()
         self._seen = [0] * len(self.layers)
         self.flipped = torch.zeros(len(self._routes), dtype=torch.bool, device=routes.device)
 
@@ -194,10 +196,9 @@ class RoutingReplay:
         """Count the tokens with a route, and those for which the trainer would choose another expert in some layer.
 
         Returns:
-            Shape (2,), int64.
+            Of the latest routes that were replayed, shape (2,), int64.
         """
-        assert self._routes is not None, "counts() comes between start() and stop()"
-        return torch.stack([(self._routes[:, 0, 0] != OWN_CHOICE).sum(), self.flipped.sum()])
+        return torch.stack([self._known, self.flipped.sum()])
 
     def _replay(
         self, position: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
@@ -215,3 +216,74 @@ class RoutingReplay:
         experts = torch.where(engines == OWN_CHOICE, own, engines)
         self.flipped[begin:end] |= (experts.sort(-1).values != own.sort(-1).values).any(-1)
         return logits, expert_scores(logits, experts, self._normalised, scores.dtype), experts
+
+
+class Replay(Part):
+    """The engine's routes of a generation batch, and their replay in the forwards of policy and reference model.
+
+    The KL term compares the two models with the same experts.
+
+    Raises:
+        ValueError: the model has no routers that can be replayed, or conversations have several turns.
+    """
+
+    _COLUMN = "routed_experts"  # int16, shape (B, P+T, layers, k)
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        if trainer.tools:
+            raise ValueError(
+                "routing_replay=True replays one turn of the engine, and tools or environments make several: "
+                "leave them out, or set routing_replay=False."
+            )
+        models = [trainer.model] if trainer.ref_model is None else [trainer.model, trainer.ref_model]
+        self._replays = [RoutingReplay(unwrapped(trainer.accelerator, model)) for model in models]
+        replica = trainer.sampler.replica
+        self._recorder = None if replica is None else RoutesRecorder(replica.model)
+        self._routes: list[Tensor] = []  # those of the present batch
+
+    def turn(self, sample, prompt_ids):
+        if self._recorder is None:
+            completion_ids, logprobs = sample()
+            self._routes = routes_of_vllm(self.trainer.vllm_generation.routed_experts, self._replays[0].layers)
+        else:
+            with self._recorder.recording(len(prompt_ids)):
+                completion_ids, logprobs = sample()
+            self._routes = self._recorder.routes(prompt_ids, completion_ids)
+        return completion_ids, logprobs
+
+    def rollout(self, rollout):
+        multiple = self.trainer.pad_to_multiple_of
+        routes = batch_routes(self._routes, rollout.prompt_ids, rollout.completion_ids, multiple)
+        rollout.columns[self._COLUMN] = routes.to(self.trainer.accelerator.device)
+
+    def forward(self, score, model, inputs, *tokens, **options):
+        if self._COLUMN not in inputs:  # a resumed batch may have none
+            return score(*tokens, **options)
+        for replay in self._replays:
+            replay.start(inputs[self._COLUMN])
+        try:
+            return score(*tokens, **options)
+        finally:
+            # With a gradient not before it is there, since gradient checkpointing computes the forward again.
+            if not torch.is_grad_enabled():
+                self.after_backward()
+
+    def loss(self, compute, inputs):
+        loss = compute(inputs)
+        if self._COLUMN in inputs:
+            self._log(inputs)
+        return loss
+
+    def after_backward(self):
+        for replay in self._replays:
+            replay.stop()
+
+    def _log(self, inputs: dict[str, Any]) -> None:
+        """Log which share of the tokens of a loss was replayed, and how often the trainer would choose otherwise."""
+        trainer = self.trainer
+        tokens = inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
+        counts = torch.cat([tokens.view(1), self._replays[0].counts()])
+        tokens, replayed, flipped = trainer.accelerator.gather(counts.unsqueeze(0)).sum(0).tolist()
+        trainer.add_metric("routing/replayed_fraction", replayed / max(tokens, 1))
+        trainer.add_metric("routing/flipped_fraction", flipped / max(replayed, 1))

@@ -39,9 +39,9 @@ from ..quantization.policy import base_model, empty_copy, with_positions
 from ..quantization.rounding import round_as_vllm
 from ..quantization.schemes import fused_experts, quantized_linears, quantized_weights, quantizes_cache, resolve_scheme
 from ..quantization.tensors import policy_tensors
+from ..settings.neutral_sampling import TRUNCATIONS, truncations
 from ..version import __version__
-from .neutral_sampling import TRUNCATIONS, truncations
-from .truncation import KeptLogProb
+from .named_tokens import KeptLogProb
 
 
 _WEIGHTS_FILE = "model.safetensors"

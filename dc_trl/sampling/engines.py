@@ -1,4 +1,4 @@
-"""Builds the engine that samples: the in-process replica, or vLLM in the mode that the arguments select."""
+"""Builds what samples for a trainer: the in-process replica, or vLLM in the mode that the arguments select."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..config import DCGRPOConfig
 from ..quantization.policy import base_model, require_shared_embeddings
-from ..rollouts.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncations
-from ..trl_hooks import HookedTrainer
+from ..settings.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncations
+from .sampler import OverlappedSampler, Sampler
 
 
 # Imported only where a deployment scheme is used: compressed-tensors and its dependencies take 0.15 s.
 if TYPE_CHECKING:
-    from ..rollouts.replica import Replica
+    from .replica import Replica
 
 logger = get_logger(__name__)
 
@@ -32,13 +32,31 @@ _OF_VLLM = (
 )
 
 
-def build_replica(trainer: HookedTrainer, scheme: str) -> Replica:
+def build_sampler(trainer: Any) -> Sampler:
+    """Return what samples for a trainer: its replica, its vLLM engine or, without either, the policy itself.
+
+    Raises:
+        ValueError, ServerError: see `build_replica` and `build_vllm`.
+    """
+    args = trainer.args
+    if trainer.use_vllm:
+        engine = trainer.vllm_generation = build_vllm(trainer)
+        if args.rollout_overlap:
+            return OverlappedSampler(trainer, engine, bool(args.truncations), trainer.micro_batches_per_generation)
+        return Sampler(trainer, engine, bool(args.truncations))
+    if args.deployment_scheme is None:
+        return Sampler(trainer, None, bool(args.truncations))
+    truncates = complete_generation_config(trainer)
+    return Sampler(trainer, build_replica(trainer, args.deployment_scheme), truncates)
+
+
+def build_replica(trainer: Any, scheme: str) -> Replica:
     """Return the replica that samples in a scheme, with the weights of its policy.
 
     Raises:
         ValueError: the processing class is a multimodal processor.
     """
-    from ..rollouts.replica import Replica
+    from .replica import Replica
 
     if isinstance(trainer.processing_class, ProcessorMixin):
         raise ValueError(
@@ -48,15 +66,15 @@ def build_replica(trainer: HookedTrainer, scheme: str) -> Replica:
     return Replica(trainer.model, scheme, trainer.accelerator.device, trainer.args.lora_deployment)
 
 
-def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
+def build_vllm(trainer: Any) -> VLLMGeneration:
     """Return the vLLM engine that samples, with the arguments that TRL's constructor passes to its own engine.
 
     Raises:
         ValueError: adapter, generation_config or processing class do not go with the engine.
         ServerError: a server cannot be reached, or does not fit.
     """
-    from ..rollouts.overlap import OverlappedGeneration
-    from ..rollouts.vllm_backends import ColocateGeneration, Generation, ServerGeneration
+    from .overlap import OverlappedGeneration
+    from .vllm_backends import ColocateGeneration, Generation, ServerGeneration
 
     args, model = trainer.args, trainer.model
     if args.rollout_overlap and isinstance(trainer.processing_class, ProcessorMixin):
@@ -100,7 +118,7 @@ def build_vllm(trainer: HookedTrainer) -> VLLMGeneration:
     return Generation(**of_trl)
 
 
-def complete_generation_config(trainer: HookedTrainer) -> bool:
+def complete_generation_config(trainer: Any) -> bool:
     """Make the replica sample as `model.generate` does, with the model's own settings where TRL sets none.
 
     Returns:

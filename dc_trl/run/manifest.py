@@ -21,10 +21,6 @@ from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
 
 STATE_FILE = "dc_grpo_state.json"
 MANIFEST_FILE = "manifest.json"
-SAMPLER_FOLDER = "sampler"  # the sampler's weights if they lag behind the trained ones
-LAGGED_FILE = "lagged_rank{rank}.safetensors"  # those weights as the trainer has them, where its lag is measured
-ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"
-AHEAD_FILE = "rollouts_ahead.json"  # the batch of all processes that was sampled beside training
 
 Result = TypeVar("Result")
 
