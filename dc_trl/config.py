@@ -15,7 +15,7 @@ from .quantization.schemes import SERVED_SCHEMES, require_scheme, require_served
 from .settings.contradictions import require_consistent
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
-from .settings.neutral_sampling import TRUNCATIONS, restrictions, truncations
+from .settings.neutral_sampling import TRUNCATIONS
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe, fill_in
 
@@ -190,11 +190,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         return self.export_run and self.deployment_scheme in SERVED_SCHEMES
 
     @property
-    def truncations(self) -> dict[str, Any]:
-        """Those of top-p, top-k and min-p that cut off what is sampled, with their values."""
-        return truncations(self._sampling)
-
-    @property
     def named_tokens(self) -> int:
         """How many tokens vLLM is to name at each position, the most probable ones; 0: the sampled one alone."""
         if not self.use_vllm:
@@ -204,23 +199,17 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             return top_k if self.vllm_mode != "colocate" or top_k <= _COLOCATED_LOGPROBS else 0
         return (self.score_centering_top_k or _COLOCATED_LOGPROBS) if self.score_centering else 0
 
-    @property
-    def _sampling(self) -> dict[str, Any]:
-        names = (*TRUNCATIONS, "repetition_penalty", "vllm_structured_outputs_regex")
-        return {name: getattr(self, name) for name in names} | (self.generation_kwargs or {})
-
     def _check_sampling(self) -> None:
-        if self.compared_by is None:
+        sampling, given = self.sampling, self.generation_kwargs or {}
+        self.require_policys_distribution(given, TRUNCATIONS, "generation_kwargs")
+        own = {name: value for name, value in sampling.items() if name not in given}
+        self.require_policys_distribution(own, TRUNCATIONS)
+        if self.compared_by is None or not self.use_vllm:
             return
-        for name, value, remedy in restrictions(self._sampling, corrected=TRUNCATIONS):
-            where = " in generation_kwargs" if name in (self.generation_kwargs or {}) else ""
-            raise ValueError(self.other_distribution(f"{name}={value!r}{where}", remedy))
-        if not self.use_vllm:
-            return
-        top_k = self._sampling["top_k"]
+        top_k = sampling["top_k"]
         if self.truncations and top_k <= 0:
             raise ValueError(
-                f"top_k={top_k} with top_p={self._sampling['top_p']!r} and min_p={self._sampling['min_p']!r} leaves "
+                f"top_k={top_k} with top_p={sampling['top_p']!r} and min_p={sampling['min_p']!r} leaves "
                 "open how many tokens vLLM keeps, and it cannot return them all: set top_k too (for example 20), use "
                 f"the in-process replica (use_vllm=False, deployment_scheme), or set {self.without_comparison}."
             )

@@ -1,7 +1,6 @@
 """Settings of `AsyncDCGRPOTrainer`."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from accelerate.logging import get_logger
 from trl.experimental.async_grpo import AsyncGRPOConfig
@@ -12,7 +11,7 @@ from ..constraint.settings import ConstraintSettings
 from ..constraint.thresholds import lag_warning
 from ..settings.contradictions import Rule, refuse, require_consistent
 from ..settings.fields import setting
-from ..settings.neutral_sampling import TRUNCATIONS, restrictions, truncation_warning, truncations
+from ..settings.neutral_sampling import truncation_warning
 
 
 logger = get_logger(__name__)
@@ -54,19 +53,8 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
         correction_of(self)
         refuse(self, RULES, "contradicts AsyncGRPO")
         require_consistent(self)
-        if self.compared_by is not None:
-            for name, value, remedy in restrictions(self._sampling):
-                raise ValueError(self.other_distribution(f"{name}={value!r}", remedy))
-        elif self.truncations:
-            logger.warning(truncation_warning(self._sampling, "AsyncGRPO knows none, so sample without truncation"))
+        self.require_policys_distribution(self.sampling)
+        if self.compared_by is None and self.truncations:
+            logger.warning(truncation_warning(self.sampling, "AsyncGRPO knows none, so sample without truncation"))
         if warning := lag_warning(self, "the asynchronous sampler of AsyncGRPO"):
             logger.warning(warning)
-
-    @property
-    def truncations(self) -> dict[str, Any]:
-        """Those of top-p, top-k and min-p that cut off what is sampled, with their values."""
-        return truncations(self._sampling)
-
-    @property
-    def _sampling(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*TRUNCATIONS, "repetition_penalty")}

@@ -1,12 +1,14 @@
 """The settings of the constraint and of the correction, which both trainers have. This module needs no TRL."""
 
 import re
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..settings.command_line import unknown_field
 from ..settings.fields import require_fields, setting
+from ..settings.neutral_sampling import SAMPLING_FIELDS, restrictions, truncations
 from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
 from ..settings.recipes import UNCONSTRAINED, fill_in
 
@@ -181,13 +183,35 @@ class ConstraintSettings:
         """`compared_by` with the value that switches it off, for messages."""
         return f"{self.compared_by}={COMPARISONS[str(self.compared_by)]!r}"
 
-    def other_distribution(self, restriction: str, remedy: str) -> str:
-        """Return the refusal of a setting that `settings.neutral_sampling.restrictions` yields."""
-        return (
-            f"{restriction} makes the engine sample from a distribution that is not the policy's, or report "
-            f"another's, and {self.comparison} would take that difference for mismatch: {remedy} or "
-            f"{self.without_comparison}."
-        )
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The settings of generation that a sampling engine gets, by name."""
+        own = {name: value for name, value in vars(self).items() if name in SAMPLING_FIELDS}
+        return own | (vars(self).get("generation_kwargs") or {})
+
+    @property
+    def truncations(self) -> dict[str, Any]:
+        """Those of top-p, top-k and min-p that cut off what is sampled, with their values."""
+        return truncations(self.sampling)
+
+    def require_policys_distribution(
+        self, sampling: Mapping[str, Any], corrected: Collection[str] = (), place: str = ""
+    ) -> None:
+        """Refuse settings of generation with which engines that are compared do not sample from the policy.
+
+        Args:
+            sampling: settings by name.
+            corrected: names of truncations that are corrected for.
+            place: where the settings stand, if they are no fields.
+        """
+        if self.compared_by is None:
+            return
+        for name, value, remedy in restrictions(sampling, corrected):
+            raise ValueError(
+                f"{name}={value!r}{place and f' of {place}'} makes the engine sample from a distribution that is not "
+                f"the policy's, or report another's, and {self.comparison} would take that difference for mismatch: "
+                f"{remedy}{place and f' in {place}'} or {self.without_comparison}."
+            )
 
 
 _BOUND = r"\s*([\d.]+|inf)\s*"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from transformers import ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..config import DCGRPOConfig
 from ..quantization.policy import base_model, require_shared_embeddings
-from ..settings.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncations
+from ..settings.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, truncations
 from .sampler import OverlappedSampler, Sampler
 
 
@@ -30,6 +28,7 @@ _OF_VLLM = (
     *("mode", "server_base_url", "server_host", "server_port", "group_port", "server_timeout", "max_model_length"),
     *("tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode", "model_impl", "structured_outputs_regex"),
 )
+_OF_MODEL = "the model's generation_config.json"
 
 
 def build_sampler(trainer: Any) -> Sampler:
@@ -108,7 +107,8 @@ def build_vllm(trainer: Any) -> VLLMGeneration:
         requested = {"top_p": args.top_p, "top_k": args.top_k, "repetition_penalty": args.repetition_penalty}
         requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
         left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
-        _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
+        taken = {name: of_model[name] for name in left_open if of_model.get(name) is not None}
+        args.require_policys_distribution(taken, place=_OF_MODEL)
         require_shared_embeddings(model)
         server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
         return server_mode(args, weight_sync, **of_trl)
@@ -139,14 +139,5 @@ def complete_generation_config(trainer: Any) -> bool:
             "with vLLM (use_vllm=True, generation_kwargs={'stop': ...})."
         )
     settings = {name: value for name, value in vars(config).items() if name[0] != "_"}
-    _check_model_settings(trainer.args, settings, corrected=TRUNCATIONS)
+    trainer.args.require_policys_distribution(settings, TRUNCATIONS, _OF_MODEL)
     return bool(truncations(settings))
-
-
-def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], corrected: Collection[str] = ()) -> None:
-    """Refuse settings of a model that restrict sampling under a constraint."""
-    if args.compared_by is None:
-        return
-    for name, value, remedy in restrictions(settings, corrected):
-        setting = f"{name}={value!r} of the model's generation_config"
-        raise ValueError(args.other_distribution(setting, f"{remedy} in generation_config.json"))
