@@ -425,10 +425,9 @@ def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
         policy = base_model(trainer.model)
         limits = limits_of(policy, trainer._tokenizer, args.max_completion_length, context)
         if trainer.rollout_func is None and trainer.environment_factories is None:  # they make tokens or prompts
-            for _, alike in groupby(prompts, type):  # texts of one data set, conversations of another
-                kind = [*alike]
-                prompt_ids = trainer._tokenize_prompts(kind)[0]
-                limits.require(prompt_ids, kind)
+            for _, group in groupby(prompts, type):  # texts of one data set, conversations of another
+                prompt_ids = trainer._tokenize_prompts(alike := [*group])[0]
+                limits.require(prompt_ids, alike)
                 limits.warn(prompt_ids)
     trainer.reward_funcs = [
         function if isinstance(function, nn.Module) else checked_reward(function, name)

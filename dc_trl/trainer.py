@@ -159,7 +159,6 @@ class DCGRPOTrainer(GRPOTrainer):
         tools: list[Callable] | None = None,
         rollout_func: Callable[[list[str], GRPOTrainer], dict[str, Any]] | None = None,
         environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | None = None,
-        **options: Any,
     ):
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
@@ -211,7 +210,6 @@ class DCGRPOTrainer(GRPOTrainer):
                 tools=tools,
                 rollout_func=None if rollout_func is None else with_nonempty_completions(rollout_func),
                 environment_factory=environment_factory,
-                **options,
             )
         finally:
             args.use_vllm = use_vllm
@@ -259,11 +257,6 @@ class DCGRPOTrainer(GRPOTrainer):
     def micro_batches_per_generation(self) -> int:
         """The number of micro-batches for which one generation batch is used, in all of its iterations."""
         return self.args.steps_per_generation * self.num_iterations
-
-    @property
-    def training_seconds(self) -> float:
-        """The clock's seconds, without work that was lost when a run was killed."""
-        return sum(self.clock.seconds().values())
 
     @property
     def mode(self) -> str:

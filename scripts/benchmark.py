@@ -120,7 +120,7 @@ def make_trainer(
         callbacks=[clock := StepClock(first)],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.clock = clock
+    trainer.step_clock = clock
     return trainer
 
 
@@ -168,19 +168,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-class ReplayedReplica:
-    """Stands for the replica: random completions and log-probabilities, the same at every call, in no time."""
-
-    def __init__(self, length: int):
-        self._length = length
-
-    def sync(self, policy: Any, keep: bool = False) -> None:
-        """No engine is there."""
-
-    def generate(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list, list]:
-        return random_completions(len(prompt_ids), self._length)
-
-
 def overhead_of_methods(args: argparse.Namespace) -> None:
     """What `METHODS` switches on, each over GRPO, in one optimizer step whose weights lag by one."""
     with tempfile.TemporaryDirectory() as output_dir:
@@ -189,7 +176,10 @@ def overhead_of_methods(args: argparse.Namespace) -> None:
         trainers = {}
         for name, settings in {"GRPO": {}, **METHODS}.items():
             trainer = make_trainer(DCGRPOTrainer, args, output_dir, **of_step, **({"constraint": "none"} | settings))
-            trainer.replica = ReplayedReplica(args.completion_length)
+            # Random completions, the same at every call, in no time.
+            trainer.replica.generate = lambda prompts, *_, **__: random_completions(
+                len(prompts), args.completion_length
+            )
             trainers[name] = trainer
         seconds, peaks = train_in_turns(trainers, args.repetitions)
     rows = [

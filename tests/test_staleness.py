@@ -149,8 +149,8 @@ def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_ow
 
 def ages_of_corrected(trainer, **options):
     """Train, and return the age of each micro-batch that the correction has seen."""
-    found, correction = [], trainer.correction
-    trainer.correction = lambda tokens: (found.append(tokens.age), correction(tokens))[1]
+    found, correction = [], trainer.constraint.correction
+    trainer.constraint.correction = lambda tokens: (found.append(tokens.age), correction(tokens))[1]
     trainer.train(**options)
     return found
 

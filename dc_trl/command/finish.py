@@ -103,7 +103,7 @@ def summarize(trainer: DCGRPOTrainer) -> None:
     args, state = trainer.args, trainer.state
     engine = ", ".join(filter(None, ["vLLM" if args.use_vllm else None, args.deployment_scheme])) or "model.generate"
     logged = Run("", state.log_history, vars(args))
-    tokens, seconds = state.num_input_tokens_seen, trainer.training_seconds
+    tokens, seconds = state.num_input_tokens_seen, sum(trainer.clock.seconds().values())
     rows = [["tokens sampled and read", "", f"{tokens:,}"], ["training seconds", "", f"{seconds:.0f}"]]
     verdict = verdict_of(logged)
     print("\n".join(verdict.lines))

@@ -99,7 +99,7 @@ def aligned_trainer(args: argparse.Namespace, output_dir: str, through: bool, **
         callbacks=[clock := StepClock()],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.clock = clock
+    trainer.step_clock = clock
     return trainer
 
 
