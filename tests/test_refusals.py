@@ -78,6 +78,7 @@ vllm_request_timeout: 0.0 | vllm_request_timeout=0.0 above
 vllm_max_retries: -1 | vllm_max_retries=-1 whole 0
 reward_weights: [.nan] | reward_weights=nan finite
 discrepancy_tolerance: high | discrepancy_tolerance='high' number
+discrepancy_tolerance: [1] | discrepancy_tolerance=[1] number
 discrepancy_tolerance: '-1' | discrepancy_tolerance=-1 0
 deployment_scheme: fp16 | deployment_scheme='fp16' 'fp8_block' 'int3' '+fp8_kv'
 deployment_scheme: int3, use_vllm: true | deployment_scheme='int3' 'fp8' use_vllm=False
@@ -345,6 +346,8 @@ def test_words_are_no_truth_values(tmp_path):
     for name in ("routing_replay", "score_centering", "export_run", "use_vllm"):
         with pytest.raises(ValueError, match=f"{name}='no'.*True.*False"):
             DCGRPOConfig(str(tmp_path), **MACHINE, **{name: "no"})
+    with pytest.raises(ValueError, match="discrepancy_tolerance=True"):
+        DCGRPOConfig(str(tmp_path), **MACHINE, discrepancy_tolerance=True)
 
 
 @pytest.mark.parametrize("settings", [DCGRPOConfig, AsyncDCGRPOConfig])

@@ -150,8 +150,9 @@ class ConstraintSettings:
         tolerance = 0.0037 if asleep and self.discrepancy_measure == "prob_diff" else "auto"
         fill_in(self, {"discrepancy_tolerance": tolerance, "lambda_init": init, "lambda_max": maximum})
         if self.discrepancy_tolerance != "auto":
-            with suppress(ValueError):
-                self.discrepancy_tolerance = float(self.discrepancy_tolerance)
+            if isinstance(self.discrepancy_tolerance, str):
+                with suppress(ValueError):
+                    self.discrepancy_tolerance = float(self.discrepancy_tolerance)
             require_number("discrepancy_tolerance", self.discrepancy_tolerance, AT_LEAST_0)
 
     @property
