@@ -9,20 +9,19 @@ from trl import GRPOConfig
 
 from .constraint.corrections import correction_of
 from .constraint.forms import coefficient_of
-from .constraint.settings import Constraint, ConstraintSettings, read_correction, read_tolerance
+from .constraint.settings import ConstraintSettings
 from .constraint.thresholds import lag_warning
 from .quantization.schemes import SERVED_SCHEMES, require_scheme, require_served_scheme
-from .settings.contradictions import CONTRADICTIONS, refuse, require_effect
+from .settings.contradictions import require_consistent
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
-from .settings.neutral_sampling import TRUNCATIONS, restrictions, truncations
+from .settings.neutral_sampling import TRUNCATIONS
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
-from .settings.recipes import RECIPES, Recipe
+from .settings.recipes import RECIPES, Recipe, fill_in
 
 
 logger = get_logger(__name__)
 
-HubDeployment = Literal["subfolder", "none"]
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
 
 # What the values of `train_through_quantization` mean.
@@ -55,14 +54,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         '"paper": DC-GRPO (arXiv 2606.08779). "lag", "format" and "both": what docs/study.md found best for a sampler '
         "whose weights lag, for a coarse number format, and for the two at once; see docs/settings.md.",
     )
-    # The recipe fills in those that are left open.
-    constraint: Constraint | None = setting(  # type: ignore[assignment]
-        None, ConstraintSettings.__dataclass_fields__["constraint"].metadata["help"]
-    )
-    constraint_form: str = setting(None, ConstraintSettings.__dataclass_fields__["constraint_form"].metadata["help"])
-    constraint_target: Literal["all", "lag"] | None = setting(  # type: ignore[assignment]
-        None, ConstraintSettings.__dataclass_fields__["constraint_target"].metadata["help"]
-    )
+    # Open, so that the recipe fills them in.
     epsilon: Annotated[float | None, AT_LEAST_0] = setting(None, "Clip range of the policy ratio (not the tolerance).")
     loss_type: LossType | None = setting(None, "Loss formulation, see TRL's GRPOConfig.")
     vllm_importance_sampling_correction: bool | None = setting(
@@ -133,10 +125,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         "How often a rollout or a synchronization that failed is tried again, each time once a server is up within "
         "vllm_server_timeout seconds. Then the run saves a checkpoint and stops.",
     )
-    hub_deployment: HubDeployment = setting(
-        "subfolder",
-        'Where a push puts the deployment checkpoint: "subfolder", in deployment/ of hub_model_id; "none", nowhere.',
-    )
     hub_base_model_id: str | None = setting(
         None, "Hub id of a base model that is loaded from a directory; a push writes it into model card and adapter."
     )
@@ -154,30 +142,25 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
     def __post_init__(self):
         require_choice("recipe", self.recipe, Recipe)
         open_correction = self.vllm_importance_sampling_correction is None
-        for name, value in RECIPES[self.recipe].items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+        fill_in(self, RECIPES[self.recipe])
         if open_correction and self.recipe == "trl":  # on by default there, unless something of ours takes its place
             self.vllm_importance_sampling_correction = self.use_vllm and self.compared_by is None
         through = str(self.train_through_quantization).lower()  # a command line hands over text
         require_choice("train_through_quantization", through, _THROUGH)
         self.train_through_quantization = _THROUGH[through]
-        self.rollout_correction = read_correction(self.rollout_correction)
+        ConstraintSettings.__post_init__(self)
         require_fields(self)
-        self.fill_in_multiplier()
         coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
         correction_of(self)
-        self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         for weight in self.reward_weights or []:
             require_number("reward_weights", weight, FINITE)
         if self.deployment_scheme is not None:
-            written = self.use_vllm or (self.push_to_hub and self.hub_deployment != "none")
-            (require_served_scheme if written else require_scheme)(self.deployment_scheme)
+            is_served = self.use_vllm or self.push_to_hub
+            (require_served_scheme if is_served else require_scheme)(self.deployment_scheme)
         # Parses the JSON strings that dict fields hold when they come from a command line.
-        super().__post_init__()
+        GRPOConfig.__post_init__(self)
         require_division(self)
-        require_effect(self)
-        refuse(self, CONTRADICTIONS)
+        require_consistent(self)
         self._check_sampling()
         lagging = "weight_sync_steps" if self.weight_sync_steps > 1 else "rollout_overlap"
         if self.may_lag and (warning := lag_warning(self, f"{lagging}={getattr(self, lagging)!r}")):
@@ -207,11 +190,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         return self.export_run and self.deployment_scheme in SERVED_SCHEMES
 
     @property
-    def truncations(self) -> dict[str, Any]:
-        """Those of top-p, top-k and min-p that cut off what is sampled, with their values."""
-        return truncations(self._sampling)
-
-    @property
     def named_tokens(self) -> int:
         """How many tokens vLLM is to name at each position, the most probable ones; 0: the sampled one alone."""
         if not self.use_vllm:
@@ -221,27 +199,17 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             return top_k if self.vllm_mode != "colocate" or top_k <= _COLOCATED_LOGPROBS else 0
         return (self.score_centering_top_k or _COLOCATED_LOGPROBS) if self.score_centering else 0
 
-    @property
-    def _comparisons(self) -> dict[str, Any]:
-        return super()._comparisons | {"score_centering": False}
-
-    @property
-    def _sampling(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in (*TRUNCATIONS, "repetition_penalty")}
-        return own | (self.generation_kwargs or {})
-
     def _check_sampling(self) -> None:
-        if self.compared_by is None:
+        sampling, given = self.sampling, self.generation_kwargs or {}
+        self.require_policys_distribution(given, TRUNCATIONS, "generation_kwargs")
+        own = {name: value for name, value in sampling.items() if name not in given}
+        self.require_policys_distribution(own, TRUNCATIONS)
+        if self.compared_by is None or not self.use_vllm:
             return
-        for name, value, remedy in restrictions(self._sampling, corrected=TRUNCATIONS):
-            where = " in generation_kwargs" if name in (self.generation_kwargs or {}) else ""
-            raise ValueError(self.other_distribution(f"{name}={value!r}{where}", remedy))
-        top_k = self._sampling["top_k"]
-        if not self.use_vllm:
-            return
+        top_k = sampling["top_k"]
         if self.truncations and top_k <= 0:
             raise ValueError(
-                f"top_k={top_k} with top_p={self._sampling['top_p']!r} and min_p={self._sampling['min_p']!r} leaves "
+                f"top_k={top_k} with top_p={sampling['top_p']!r} and min_p={sampling['min_p']!r} leaves "
                 "open how many tokens vLLM keeps, and it cannot return them all: set top_k too (for example 20), use "
                 f"the in-process replica (use_vllm=False, deployment_scheme), or set {self.without_comparison}."
             )

@@ -1,7 +1,7 @@
 """Checks before the first step, so that no run trains nothing or fails in the middle of its work.
 
-The trainers' constructors make these checks, and `dc-trl train` makes the first of them before it starts a server, so
-that Python and the command refuse with the same messages. `grading.checked_reward` checks what rewards return.
+`require_runnable` makes all checks that need no model: in the trainer's constructor, and in `dc-trl train` before it
+starts a server. `grading.checked_reward` checks what rewards return.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import PartialState
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
 from .config import DCGRPOConfig
@@ -29,11 +30,47 @@ from .settings.pretrained import load_config
 
 logger = get_logger(__name__)
 
+_OF_A_CONFIG = {"revision", "trust_remote_code"}  # arguments that choose a model's configuration
 _LOOKED_AT = 256  # rows of a data set, from the first on; the others are looked at when they come
 _SAMPLED = 4096  # weights of a tensor that show whether a step of the learning rate changes it
 
 
 # --- before a model is loaded ---------------------------------------------------------------------------------------
+
+
+def require_runnable(
+    *, model: Any, args: DCGRPOConfig, field: str = "model", has_servers: bool = True, tools: Any = None, **others: Any
+) -> list[Any]:
+    """Refuse arguments of a `DCGRPOTrainer` with which it could not sample, train or compare; see `require_startable`.
+
+    Args:
+        model, args, tools: arguments of the trainer.
+        field: name of the option that gives the model.
+        has_servers: whether the vLLM servers of the run are up; a run that starts its own has none yet.
+        **others: further arguments of `require_startable`.
+
+    Returns:
+        The first prompts of the data sets; none where an environment gives them.
+
+    Raises:
+        TypeError, ValueError: an argument is refused; the message names it, its value and the remedy.
+        ServerError: a server is refused; the message names it, the reason and the option to change.
+    """
+    turns = {name: others.get(name) for name in ("environment_factory", "rollout_func")} | {"tools": tools}
+    for name in turns:
+        if args.rollout_overlap and turns[name]:
+            raise ValueError(
+                f"rollout_overlap=True samples a generation batch by one request ahead of training, and {name} "
+                f"asks the engine turn by turn: leave {name} out, or set rollout_overlap=False."
+            )
+    new_adapter = others.get("peft_config") is not None
+    _require_comparable(args, turns["rollout_func"] is not None, new_adapter or isinstance(model, PeftModel))
+    prompts = require_startable(model=model, args=args, field=field, **others)
+    if args.lora_deployment == "adapter" and not new_adapter:
+        require_adapter_beside(model)
+    if has_servers and args.use_vllm and args.vllm_mode == "server":
+        _require_servers(args, _config_of(model, args, field))
+    return prompts
 
 
 def require_startable(
@@ -65,16 +102,13 @@ def require_startable(
     Raises:
         TypeError, ValueError: an argument is refused; the message names it, its value and the remedy.
     """
-    load = args.model_init_kwargs or {}
-    quantization = quantization_config or load.get("quantization_config")
-    options = {name: load[name] for name in ("revision", "trust_remote_code") if name in load}
-    options = {"trust_remote_code": args.trust_remote_code, **options}
-    _require_policy(model, peft_config is not None, quantization, field, options)
+    adapted = peft_config is not None or isinstance(model, PeftModel)
+    quantization = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
+    _require_unquantized(model, _config_of(model, args, field), adapted, quantization, field)
     if isinstance(processing_class, PreTrainedTokenizerBase):
         _require_end(processing_class)
     functions = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     if isinstance(args, DCGRPOConfig):
-        adapted = peft_config is not None or isinstance(model, PeftModel)
         models = any(isinstance(function, str | nn.Module) for function in functions)
         require_whole_models(args, models, reference=args.beta != 0 and not adapted)
     if not functions and environment_factory is None and not reward_elsewhere:
@@ -82,13 +116,15 @@ def require_startable(
             "reward_funcs is not given: pass a function, a reward model, or an environment_factory whose environment "
             "has a get_reward."
         )
-    data_sets = {} if train_dataset is None else {"train_dataset": train_dataset}
+    data_sets = {"train_dataset": train_dataset}
     if isinstance(eval_dataset, dict):
         data_sets |= {f"eval_dataset[{name!r}]": rows for name, rows in eval_dataset.items()}
-    elif eval_dataset is not None:
+    else:
         data_sets["eval_dataset"] = eval_dataset
     prompts = []
     for name, rows in data_sets.items():
+        if rows is None:
+            continue
         of_rows, columns = _look_at(name, rows, args, environment_factory is not None)
         prompts += of_rows
         for function in functions:
@@ -100,22 +136,23 @@ def require_startable(
     return prompts
 
 
-def _require_policy(model: Any, adapter: bool, quantization: Any, field: str, options: dict[str, Any]) -> None:
-    """Refuse a policy that does not exist, is an adapter's folder, or is quantized."""
-    if isinstance(model, str):
-        config, named = load_config(model, field, **options), f"{field}={model!r}"
-    elif isinstance(model, PreTrainedModel | PeftModel):
-        base = base_model(model)
-        config, named = base.config, f"{field}, a {type(base).__name__},"
-        adapter = adapter or isinstance(model, PeftModel)
-    else:
-        return  # for example a compiled model
+def _config_of(model: Any, args: Any, field: str) -> PretrainedConfig:
+    """Return the configuration of a model, or of the Hub id or directory that the option `field` gives."""
+    if not isinstance(model, str):
+        return model.config
+    options = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
+    return load_config(model, field, **{name: options[name] for name in _OF_A_CONFIG & options.keys()})
+
+
+def _require_unquantized(model: Any, config: PretrainedConfig, adapted: bool, quantization: Any, field: str) -> None:
+    """Refuse a policy that is quantized, and not by bitsandbytes for an adapter beside it."""
     quantization = quantization or config.to_dict().get("quantization_config") or {}
     if not isinstance(quantization, dict):
         quantization = vars(quantization)  # its to_dict omits dequantize
     method = quantization.get("quant_method")  # a string or an enumeration member
-    if not quantization or quantization.get("dequantize") or (method == "bitsandbytes" and adapter):
+    if not quantization or quantization.get("dequantize") or (method == "bitsandbytes" and adapted):
         return
+    named = f"{field}={model!r}" if isinstance(model, str) else f"{field}, a {type(base_model(model)).__name__},"
     raise ValueError(
         f"{named} is quantized ({getattr(method, 'value', method)}), like a run's deployment/, and its weights cannot "
         "be trained: give the model from which it was made (deployment_scheme quantizes the sampler), or train an "
@@ -170,21 +207,19 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
     return [row["prompt"] for row in rows], columns
 
 
-def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
-    """Refuse settings for which the engines cannot be compared, or the policy not be copied, with these rollouts.
+def _require_comparable(args: DCGRPOConfig, own_rollouts: bool, adapted: bool) -> None:
+    """Refuse settings for which the engines cannot be compared, or the policy not be copied.
 
     Args:
         args: settings of the run.
         own_rollouts: whether a `rollout_func` samples.
-
-    Raises:
-        ValueError: names the setting, its value and the remedy.
+        adapted: whether an adapter is trained.
     """
-    scheme, needy, sharding = args.deployment_scheme, args.compared_by, sharding_of(args)
-    through = args.train_through_quantization
+    scheme, sharding = args.deployment_scheme, sharding_of(args)
     has_replica = scheme is not None and not args.use_vllm
+    replica = f"deployment_scheme={scheme!r} without use_vllm"
     if own_rollouts and (args.routing_replay or has_replica):
-        setting = "routing_replay=True" if args.routing_replay else f"deployment_scheme={scheme!r} without use_vllm"
+        setting = "routing_replay=True" if args.routing_replay else replica
         raise ValueError(f"{setting} needs an engine of its own, and contradicts rollout_func: omit one of them.")
     if own_rollouts and args.split_by is not None and not args.use_vllm:
         raise ValueError(
@@ -192,26 +227,47 @@ def require_comparable(args: DCGRPOConfig, own_rollouts: bool) -> None:
             "use_vllm=True and let it ask that engine, or leave it out."
         )
     whole = sharding.kind is None or sharding.is_fsdp2
-    swapped = whole or (sharding.kind == "DEEPSPEED" and not sharding.divides_parameters)
+    undivided = not sharding.divides_parameters
     for setting, applies, works in (
-        (f"deployment_scheme={scheme!r} without use_vllm", has_replica, whole or not sharding.divides_parameters),
-        (f"train_through_quantization={through!r}", bool(through), whole),
-        (f"{args.split_by}", args.split_by is not None, swapped),
-        ("top_p, top_k or min_p", bool(args.truncations), sharding.kind != "DEEPSPEED" or sharding.level < 3),
+        (replica, has_replica, whole or undivided),
+        (replica, has_replica and adapted, not sharding.is_fsdp2),
+        (f"train_through_quantization={args.train_through_quantization!r}", args.train_through_quantization, whole),
+        (f"{args.split_by}", args.split_by is not None, whole or (sharding.kind == "DEEPSPEED" and undivided)),
+        ("top_p, top_k or min_p", args.truncations, sharding.kind != "DEEPSPEED" or undivided),
         ("score_centering=True", args.score_centering, sharding.kind is None),
-        ("lora_deployment='adapter'", args.lora_deployment == "adapter", not sharding.divides_parameters),
+        ("lora_deployment='adapter'", args.lora_deployment == "adapter", undivided),
     ):
         if applies and not works:
             raise ValueError(
-                f"{setting} reads whole parameters, which {sharding} divides: leave it out, or launch without "
-                "sharding (DDP) or, unless for score_centering or an adapter, with FSDP2 (fsdp_version: 2)."
+                f"{setting} reads whole parameters, which {sharding} divides: "
+                f"{'set use_vllm=True' if setting == replica else 'leave it out'}, or launch without sharding (DDP) "
+                "or, unless for score_centering or an adapter, with FSDP2 (fsdp_version: 2)."
             )
-    if needy is not None and not args.use_vllm and scheme is None and not own_rollouts:
+    if args.compared_by is not None and not args.use_vllm and scheme is None and not own_rollouts:
         raise ValueError(
-            f"{needy}={getattr(args, needy)!r} needs the rollouts' log-probabilities, and model.generate returns "
-            "none: set deployment_scheme (for example 'fp8') to sample from an in-process replica, use_vllm=True, "
-            f"or {args.without_comparison}."
+            f"{args.comparison} needs the rollouts' log-probabilities, and model.generate returns none: set "
+            "deployment_scheme (for example 'fp8') to sample from an in-process replica, use_vllm=True, or "
+            f"{args.without_comparison}."
         )
+
+
+def _require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
+    """Refuse servers that are not up within `vllm_server_timeout`, or do not fit the model of this configuration.
+
+    Every process has to call it. `ServerGeneration` makes the checks that need the loaded model, and those of the
+    weight stream's connections.
+    """
+    from .sampling.vllm_backends import connect, needs_checkpoint, raised_together
+    from .serving.errors import ServerError
+
+    weight_sync: str = args.weight_sync
+    if weight_sync == "auto":
+        # What else decides, the policy and whether the GPU is shared, is not known yet.
+        weight_sync = "checkpoint" if needs_checkpoint(args, args.device) else "none"
+    least_rank = int(args.lora_deployment == "adapter")  # the adapter's own is not known yet
+    with raised_together(ServerError):
+        if PartialState().is_main_process:
+            connect(args, config, weight_sync, least_rank, longest_request=60.0)
 
 
 # --- the loaded policy ----------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from trl.trainer.utils import get_config_model_id
 from .config import DCGRPOConfig
 from .constraint.constraint import Constraint
 from .files import written_beside
-from .gate import Limits, require_comparable, require_fit, require_startable
+from .gate import Limits, require_fit, require_runnable
 from .grading.totals import require_finite, total_rewards
 from .hub.card import CARD_FILE, complete_card, hub_dataset
 from .hub.push import HubClient, without_token
@@ -55,7 +55,7 @@ from .run.training_run import TrainingRun
 from .sampled_tokens import SampledTokens
 from .sampling.deployed_policy import greedy_completion_ids, greedy_completions, weighted_rewards
 from .sampling.empty_completions import sampled_only, with_nonempty_completions
-from .sampling.engines import build_sampler, require_engine
+from .sampling.engines import build_sampler
 from .settings.paths import shipped
 
 
@@ -166,18 +166,19 @@ class DCGRPOTrainer(GRPOTrainer):
         if not isinstance(args, DCGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}: DCGRPOTrainer needs a DCGRPOConfig.")
         model = shipped(model) if isinstance(model, str) else model
-        require_comparable(args, rollout_func is not None)
-        checked: dict[str, Any] = {
-            "train_dataset": train_dataset,
-            "eval_dataset": eval_dataset,
-            "processing_class": processing_class,
-            "quantization_config": quantization_config,
-            "peft_config": peft_config,
-            "rollout_func": rollout_func,
-            "environment_factory": environment_factory,
-        }
-        prompts = require_startable(model=model, reward_funcs=reward_funcs, args=args, **checked)
-        require_engine(args, model, tools=tools, **checked)
+        prompts = require_runnable(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
         # Set before TRL's constructor, which may already call hooks of this class.
         self.clock = PartsClock()
         self.constraint = Constraint(args)
@@ -662,7 +663,7 @@ class DCGRPOTrainer(GRPOTrainer):
         Raises:
             HubError: the Hub refused or could not be reached. Calling this again sends what is missing.
         """
-        if export and self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
+        if export and self.args.deployment_scheme is not None:
             self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))
         with self._hub.pushing():
             return super().push_to_hub(*args, **kwargs)

@@ -16,7 +16,8 @@ from sphinx.util.docutils import SphinxDirective
 
 from dc_trl import DCGRPOConfig
 from dc_trl.settings.contradictions import NO_EFFECT
-from dc_trl.settings.fields import choices_of, declared_default, own_fields, ranges_of
+from dc_trl.settings.fields import allowed_of, declared_default, own_fields
+from dc_trl.settings.ranges import Range
 
 
 # So that the machine that builds the page has no part in the errors.
@@ -66,17 +67,17 @@ class Settings(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         module, _, name = self.arguments[0].rpartition(".")
         settings = getattr(import_module(module), name)
-        ranges, choices = ranges_of(settings), choices_of(settings)
         rows = []
         own = own_fields(settings)
         for field in (field for field in fields(settings) if field.name in own):
             default = declared_default(field)
             meaning = _prose(field.metadata["help"])
-            if field.name in ranges:
-                meaning.append(nodes.Text(f" It is {ranges[field.name]}."))
-            if field.name in choices:
+            allowed = allowed_of(settings).get(field.name)
+            if isinstance(allowed, Range):
+                meaning.append(nodes.Text(f" It is {allowed}."))
+            elif isinstance(allowed, tuple):
                 meaning.append(nodes.Text(" One of "))
-                for choice in choices[field.name]:
+                for choice in allowed:
                     meaning += [nodes.literal(text=str(choice)), nodes.Text(", ")]
                 meaning[-1] = nodes.Text(".")
             shown = nodes.Text("not set") if default is None else nodes.literal(text=str(default))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.training.arguments import RunArguments
-from dc_trl.training.build import build_trainer
+from dc_trl.command.arguments import RunArguments
+from dc_trl.command.build import build_trainer
 
 from .helpers import ROOT, TINY_MODEL, logged, make_prompts
 from .vllm_server import requires_vllm

@@ -18,9 +18,9 @@ from dc_trl.calibration.comparison import batch_tolerance, measure_engine
 from dc_trl.calibration.result import CalibrationSettings
 from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
+from dc_trl.command.problems import DataArguments, draw_prompts
 from dc_trl.sampling.replica import Replica
 from dc_trl.sampling.seeded import EngineSpec
-from dc_trl.training.problems import DataArguments, draw_prompts
 
 from .helpers import ROOT, TINY_MODEL, make_model, make_trainer, program
 from .vllm_server import requires_vllm

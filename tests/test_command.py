@@ -15,10 +15,10 @@ import yaml
 
 from dc_trl import __version__
 from dc_trl.command import COMMANDS, main
+from dc_trl.command.arguments import ARGUMENTS, RunArguments
 from dc_trl.evaluation.results import Evaluation
 from dc_trl.settings.fields import own_fields
 from dc_trl.settings.paths import config_file, shipped
-from dc_trl.training.arguments import ARGUMENTS, RunArguments
 
 from .helpers import ROOT, TINY_MODEL, succeed
 

@@ -1,20 +1,14 @@
-"""Every invalid or contradictory setting is refused before anything expensive, by name, value and remedy."""
+"""What a configuration means: recipes, what its user says, warnings. tests/test_refusals.py has what it refuses."""
 
 import pytest
 from transformers import HfArgumentParser
 from trl import GRPOConfig
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
-from dc_trl.async_grpo import AsyncDCGRPOConfig
 from dc_trl.constraint.lagrangian import LagrangeMultiplier
-from dc_trl.settings.contradictions import NO_EFFECT
 from dc_trl.settings.recipes import RECIPES
 
 from .helpers import distinct_characters, make_config
-
-
-CORRECTED = {"recipe": "trl", "rollout_correction": "icepop"}
-SEVERAL = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_urls": ["http://a:1", "http://b:1"]}
 
 
 def fields_of(config):
@@ -61,14 +55,14 @@ def test_a_recipe_is_no_field_that_was_given(tmp_path):
     """What it has filled in may be without effect; what its user gives may not."""
     for recipe in RECIPES:
         make_config(tmp_path, recipe=recipe, deployment_scheme="fp8", constraint="none")
-        with pytest.raises(ValueError, match="constraint_form='quadratic' has no effect with constraint='none'"):
+        with pytest.raises(ValueError, match=r"constraint_form='quadratic' .*constraint='none'"):
             make_config(
                 tmp_path, recipe=recipe, deployment_scheme="fp8", constraint="none", constraint_form="quadratic"
             )
         make_config(tmp_path, recipe=recipe, train_through_quantization=False)
         for through in ({}, {"train_through_quantization": True}):
             if recipe in ("format", "both"):
-                with pytest.raises(ValueError, match=f"recipe='{recipe}' contradicts deployment_scheme=None.* set "):
+                with pytest.raises(ValueError, match=f"recipe='{recipe}' .*deployment_scheme=None"):
                     make_config(tmp_path, recipe=recipe, **through)
 
 
@@ -77,67 +71,6 @@ def test_a_correction_of_ours_takes_the_place_of_trls(tmp_path):
     for fields in ({"rollout_correction": "icepop"}, {"constraint": "static", "constraint_form": "log_ratio"}):
         assert not DCGRPOConfig(str(tmp_path), **engine, **fields).vllm_importance_sampling_correction
     assert DCGRPOConfig(str(tmp_path), **engine).vllm_importance_sampling_correction
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        # One value alone.
-        ({"recipe": "gae"}, ["recipe='gae'", "'paper'"]),
-        ({"deployment_scheme": "fp16"}, ["deployment_scheme='fp16'", "'fp8_block'"]),
-        ({"discrepancy_tolerance": "high"}, ["discrepancy_tolerance='high'", "number"]),
-        ({"discrepancy_tolerance": "-1"}, ["discrepancy_tolerance=-1", "at least 0"]),
-        ({"learning_rate": None}, ["learning_rate=None is invalid: use a finite number, at least 0."]),
-        ({"dual_window": 2.5}, ["dual_window=2.5 is invalid: use a whole number, at least 1."]),
-        ({"routing_replay": "no"}, ["routing_replay='no'", "use True or False"]),
-        ({"train_through_quantization": "activations"}, ["='activations' is unknown: choose", "'all', 'weights'"]),
-        ({"loss_type": "ppo"}, ["loss_type='ppo' is unknown: choose one of 'grpo'"]),
-        # What makes the difference of the engines another one than their mismatch.
-        ({"generation_kwargs": {"top_k": None}}, ["top_k=None", "set top_k=0"]),
-        ({"generation_kwargs": {"top_p": 0.5}, "use_vllm": True}, ["top_p=0.5", "constraint='none'"]),
-        ({"generation_kwargs": '{"no_repeat_ngram_size": 7}'}, ["no_repeat_ngram_size=7"]),
-        (CORRECTED | {"top_p": 0.9, "use_vllm": True}, ["top_p=0.9", "set top_k too", "rollout_correction='none'"]),
-    ],
-)
-def test_refused_when_the_config_is_made(tmp_path, fields, words):
-    """What docs/settings.md does not list; tests/test_docs.py has an example of each contradiction."""
-    with pytest.raises(ValueError, match="=") as error:
-        make_config(**({"output_dir": tmp_path} | fields))
-    for word in words:
-        assert word in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_every_rule_of_what_has_no_effect_applies(tmp_path):
-    others = {
-        "rollout_correction_max": {"rollout_correction_max": 2.0},
-        "rollout_correction_min": {"rollout_correction_min": 0.5},
-        "constraint_form": {"constraint_form": "quadratic"},
-        "discrepancy_margin": {"discrepancy_margin": 0.1},
-        "dual_window": {"constraint": "static", "dual_window": 4},
-        "constraint_target": {"constraint_target": "lag", "deployment_scheme": "fp8"},
-        "rollout_correction_target": {"rollout_correction_target": "lag", "deployment_scheme": "fp8"},
-        "train_through_quantization": {"train_through_quantization": True},
-        "vllm_importance_sampling_correction": {"vllm_importance_sampling_correction": True},
-        "lora_deployment": {"lora_deployment": "adapter"},
-        "use_transformers_continuous_batching": {
-            "use_transformers_continuous_batching": True,
-            "deployment_scheme": "fp8",
-        },
-        "weight_sync": {"weight_sync": "checkpoint"},
-        "weight_sync_steps": {"weight_sync_steps": 8},
-        "vllm_server_base_urls": SEVERAL | {"use_vllm": False},
-        "rollout_overlap": {"rollout_overlap": True, "use_vllm": True, "vllm_mode": "colocate"},
-        "score_centering_top_k": {"score_centering_top_k": 8},
-    }
-    of_trainers = {name for rule in NO_EFFECT for name in rule.named.split() if hasattr(DCGRPOConfig, name)}
-    assert of_trainers - {"vllm_server_base_urls"} <= others.keys()
-    for name, fields in others.items():
-        with pytest.raises(ValueError, match=f"^{name}=.* has no effect with .*: leave it out, or "):
-            make_config(tmp_path, recipe="trl", **fields)
-    with pytest.raises(ValueError, match="with use_vllm=False and deployment_scheme=None: leave it out, or set depl"):
-        make_config(tmp_path, recipe="trl", weight_sync_steps=8)
-    make_config(tmp_path, recipe="trl", vllm_importance_sampling_correction=False)  # what is off needs no effect
 
 
 @pytest.mark.parametrize(
@@ -156,12 +89,6 @@ def test_a_form_that_pushes_is_warned_of_with_a_sampler_that_lags(tmp_path, capl
     assert all(named in message and "constraint_form=" in message for message in warned)
 
 
-@pytest.mark.parametrize("settings", [DCGRPOConfig, AsyncDCGRPOConfig])
-def test_a_misspelt_field_gets_the_nearest_name(tmp_path, settings):
-    with pytest.raises(TypeError, match=r"^rollout_corection is no field .*did you mean rollout_correction\?$"):
-        settings(str(tmp_path), rollout_corection="icepop")
-
-
 def test_values_that_keep_every_token_do_not_truncate(tmp_path):
     truncating = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
     assert make_config(tmp_path, **truncating).truncations == truncating
@@ -175,7 +102,7 @@ def test_a_constraint_without_log_probabilities_is_refused_before_the_model_load
 
 
 def test_a_plain_grpo_config_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="args is a GRPOConfig: DCGRPOTrainer needs a DCGRPOConfig"):
+    with pytest.raises(TypeError, match=r"GRPOConfig.*DCGRPOConfig"):
         DCGRPOTrainer("no/such-model", args=GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
 
 

@@ -8,11 +8,11 @@ import datasets
 import pytest
 from datasets import Dataset
 
+from dc_trl.command.problems import DataArguments, load_data
 from dc_trl.data.arithmetic import Problem, arithmetic_dataset, arithmetic_problems, is_held_out
 from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows
 from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.grading import GRADING_COLUMNS
-from dc_trl.training.problems import DataArguments, load_data
 
 from .helpers import ROOT
 

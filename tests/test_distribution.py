@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.command.arguments import ServerArguments, require_servable
 from dc_trl.gate import require_startable
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.training.arguments import ServerArguments, require_servable
 
 from . import helpers
 from .distribution_worker import RUNS, SAMPLED

@@ -16,8 +16,8 @@ from accelerate.commands.launch import launch_command_parser
 
 import dc_trl
 from dc_trl.command import COMMANDS
+from dc_trl.command.arguments import ARGUMENTS
 from dc_trl.settings.contradictions import CONTRADICTIONS
-from dc_trl.training.arguments import ARGUMENTS
 
 from .helpers import ROOT
 from .vllm_server import requires_vllm

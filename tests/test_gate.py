@@ -211,13 +211,6 @@ REFUSED = {
         {"eval_dataset": {"easy": make_prompts(), "hard": Dataset.from_dict(TABLE)}},
         ["eval_dataset['hard'] has the columns 'question'"],
     ),
-    "images for two servers": (
-        {
-            "rows": Dataset.from_list([{"prompt": "1", "image": "a.png"}] * 4),
-            "settings": {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_urls": ["http://[::1]:1"] * 2},
-        },
-        ["train_dataset has 'image'", "vllm_server_base_url in place of vllm_server_base_urls=['http"],
-    ),
     "no reward": ({"rewards": None}, ["reward_funcs is not given"]),
 }
 

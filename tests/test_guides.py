@@ -12,10 +12,10 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from peft import LoraConfig, get_peft_model
 
+from dc_trl.command.arguments import RunArguments
 from dc_trl.command.serve import make_parser
 from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
-from dc_trl.training.arguments import RunArguments
 
 from .helpers import ROOT, TINY_MODEL, logged
 

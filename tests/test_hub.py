@@ -18,9 +18,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
+from dc_trl.command.finish import _publish
 from dc_trl.hub.push import _ABSOLUTE, run_files
 from dc_trl.quantization.checkpoint import write_deployable
-from dc_trl.training.run import _publish
 
 from .helpers import ROOT, TINY_MODEL, distinct_characters, load_script, make_config, make_prompts
 
@@ -179,13 +179,9 @@ def test_the_model_card(hub, tmp_path):
 
 def test_a_plain_trainer_pushes_what_there_is(hub, tmp_path):
     folder = tmp_path / "run"
-    trainer = make_trainer(folder, callbacks=[], hub_deployment="none")
+    trainer = make_trainer(folder, callbacks=[], deployment_scheme=None, constraint="none")
     trainer.push_to_hub()
     assert set(hub.files[f"{USER}/run"]) == MODEL | TOKENIZER | {"README.md"}
-    assert not (folder / "deployment").exists()
-    # A checkpoint that stays here is not said to be there.
-    trainer.save_deployment(folder / "deployment")
-    trainer.push_to_hub()
     assert "vllm serve" not in hub.files[f"{USER}/run"]["README.md"].decode()
     # Weights that an earlier model left there would be loaded in place of this one's shards.
     (folder / "model.safetensors").unlink()

@@ -14,9 +14,9 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dc_trl import calibrate
+from dc_trl.command.arguments import RunArguments
+from dc_trl.command.build import build_trainer
 from dc_trl.sampling.replica import Replica
-from dc_trl.training.arguments import RunArguments
-from dc_trl.training.build import build_trainer
 
 from .helpers import ROOT, floor_and_format, logged, succeed, tensors_in
 from .vllm_server import Serve, requires_vllm

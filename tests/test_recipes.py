@@ -15,9 +15,9 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeForCausalLM
 
+from dc_trl.command.arguments import RunArguments, require_servable
+from dc_trl.command.build import build_trainer
 from dc_trl.grading.rewards import get_reward
-from dc_trl.training.arguments import RunArguments, require_servable
-from dc_trl.training.build import build_trainer
 
 from .helpers import ROOT, assert_finite, distinct_characters, logged, make_experts, make_model, make_tokenizer
 from .vllm_server import requires_vllm

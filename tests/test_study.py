@@ -25,12 +25,12 @@ from sweeps import SWEEPS, cell_name, load_study
 from tables import comparison_table, controls_of, lines_of_sweeps, pairs_table, setting_of
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.command.arguments import RunArguments
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.tables import markdown_table
-from dc_trl.training.arguments import RunArguments
 
 from .helpers import ROOT, TINY_MODEL, load_script, make_config, succeed
 

@@ -7,10 +7,10 @@ import statistics
 import pytest
 
 from dc_trl.callbacks.before_and_after import BeforeAndAfter
+from dc_trl.command.finish import summarize
 from dc_trl.records.runs import Run
 from dc_trl.records.verdict import first_batch, verdict_of
 from dc_trl.report.run_report import write_report
-from dc_trl.training.summary import summarize
 
 from .helpers import Rollouts, distinct_characters, make_trainer
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from dc_trl.calibration.watch import newest_checkpoint
 from dc_trl.command import watch
+from dc_trl.command.problems import DataArguments, draw_prompts
 from dc_trl.data.prompts import tokenize
 from dc_trl.serving.client import ServerClient, Weights
-from dc_trl.training.problems import DataArguments, draw_prompts
 
 from .helpers import TINY_MODEL, make_model, make_tokenizer
 from .stub_server import stub_server

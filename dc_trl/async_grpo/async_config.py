@@ -1,18 +1,17 @@
 """Settings of `AsyncDCGRPOTrainer`."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from accelerate.logging import get_logger
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..constraint.corrections import correction_of
 from ..constraint.forms import coefficient_of
-from ..constraint.settings import ConstraintSettings, read_correction, read_tolerance
+from ..constraint.settings import ConstraintSettings
 from ..constraint.thresholds import lag_warning
-from ..settings.contradictions import CONTRADICTIONS, Rule, refuse, require_effect
-from ..settings.fields import require_fields, setting
-from ..settings.neutral_sampling import TRUNCATIONS, restrictions, truncation_warning, truncations
+from ..settings.contradictions import Rule, refuse, require_consistent
+from ..settings.fields import setting
+from ..settings.neutral_sampling import truncation_warning
 
 
 logger = get_logger(__name__)
@@ -48,29 +47,14 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
     )
 
     def __post_init__(self):
-        super().__post_init__()
-        self.rollout_correction = read_correction(self.rollout_correction)
-        require_fields(self, of=ConstraintSettings)
-        self.fill_in_multiplier()
+        AsyncGRPOConfig.__post_init__(self)
+        ConstraintSettings.__post_init__(self)
         coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
         correction_of(self)
-        self.discrepancy_tolerance = read_tolerance(self.discrepancy_tolerance)
         refuse(self, RULES, "contradicts AsyncGRPO")
-        require_effect(self)
-        refuse(self, CONTRADICTIONS)
-        if self.compared_by is not None:
-            for name, value, remedy in restrictions(self._sampling):
-                raise ValueError(self.other_distribution(f"{name}={value!r}", remedy))
-        elif self.truncations:
-            logger.warning(truncation_warning(self._sampling, "AsyncGRPO knows none, so sample without truncation"))
+        require_consistent(self)
+        self.require_policys_distribution(self.sampling)
+        if self.compared_by is None and self.truncations:
+            logger.warning(truncation_warning(self.sampling, "AsyncGRPO knows none, so sample without truncation"))
         if warning := lag_warning(self, "the asynchronous sampler of AsyncGRPO"):
             logger.warning(warning)
-
-    @property
-    def truncations(self) -> dict[str, Any]:
-        """Those of top-p, top-k and min-p that cut off what is sampled, with their values."""
-        return truncations(self._sampling)
-
-    @property
-    def _sampling(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*TRUNCATIONS, "repetition_penalty")}

@@ -1,14 +1,14 @@
 """`dc-trl`: one program with a module for each sub-command, which is imported when it is called.
 
-A module has `make_parser()` and `main(words)`.
+A module has `make_parser()` and `main(words)`, which returns the argument of `sys.exit`.
 """
 
-import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from ..settings.command_line import OptionParser
+from ..serving.errors import ServerError
+from ..settings.command_line import WRONG_INPUT, OptionParser, leave_on_sigterm, nearest
 from ..version import __version__
 
 
@@ -24,6 +24,34 @@ COMMANDS = {
     "prepare-data": ("prepare_data", "clean training problems, and write them with a report"),
     "doctor": ("doctor", "say what this machine can do, and print a block for an issue"),
 }
+
+
+def subcommand(make_parser: Callable[[], OptionParser], *refusals: type[Exception], code: int = 1) -> Callable:
+    """Make `main` of a function of a command's options: it parses words, ends on SIGTERM, and refuses in one line.
+
+    Args:
+        make_parser: returns the command's parser.
+        refusals: exceptions that mean wrong input, beside `WRONG_INPUT` and those of servers.
+        code: exit code of a refusal.
+    """
+
+    wrong_input: tuple[type[Exception], ...] = (*WRONG_INPUT, ServerError, *refusals)
+
+    def decorate(run: Callable) -> Callable:
+        def main(words: Sequence[str] | None = None) -> int | None:
+            args = make_parser().parse_args(words)
+            leave_on_sigterm()
+            try:
+                return run(args)
+            except wrong_input as error:
+                if code == 1:
+                    sys.exit(f"error: {error}")
+                print(f"error: {error}", file=sys.stderr)
+                return code
+
+        return main
+
+    return decorate
 
 
 def call(name: str, words: Sequence[str] | None = None) -> None:
@@ -47,7 +75,6 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.parse_args(given)
         parser.error("no command is given")
     if given[0] not in COMMANDS:
-        close = difflib.get_close_matches(given[0].replace("_", "-"), COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(COMMANDS)}"
+        hint = nearest(given[0].replace("_", "-"), COMMANDS, f"use one of {', '.join(COMMANDS)}")
         parser.error(f"{given[0]!r} is no command: {hint}")
     call(given[0], given[1:])

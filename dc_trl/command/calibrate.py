@@ -13,7 +13,6 @@ Where an engine's scheme is known, its δ̄ is split into causes.
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,20 +24,18 @@ from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
 from ..data.prompts import Prompt
 from ..sampling.seeded import ENGINE_HELP, EngineSpec
-from ..serving.errors import ServerError
 from ..settings.command_line import (
     OptionParser,
     add_fields,
     add_model,
     add_serve_options,
     add_template,
-    leave_on_sigterm,
-    refused_in_one_line,
     say,
 )
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import COUNT, Range, require_numbers
-from ..training.problems import DataArguments, draw_prompts
+from . import subcommand
+from .problems import DataArguments, draw_prompts
 
 
 # Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.
@@ -98,37 +95,35 @@ def drawn_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) 
     return draw_prompts(data, tokenizer, args.prompts, args.seed)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(words)
-    leave_on_sigterm()
-    with refused_in_one_line(ServerError):
-        # Wrong options are refused before the model is loaded.
-        require_numbers(args, RANGES)
-        dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
-        settings = CalibrationSettings(
-            **{name: getattr(args, name) for names in SETTINGS.values() for name in names},
-            split=args.split,
-            serve_options=args.serve_options,
-            bf16=bf16,
-            chat_template_kwargs=args.chat_template_kwargs,
-            settings={
-                "revision": args.revision,
-                "train_dtype": args.train_dtype,
-                "prompts_from": args.dataset_name or "arithmetic",
-            },
-            report=say,
-        )
-        engines = [EngineSpec.parse(word) for word in args.engine]
-        config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
-        if hasattr(config, "quantization_config"):
-            raise ValueError(f"model={args.model!r} is quantized: give the trained model, and its scheme as --engine.")
-        if (args.output / CALIBRATION_FILE).exists() and not args.overwrite:
-            raise ValueError(f"output='{args.output}' holds a calibration: choose another --output, or --overwrite.")
-        args.output.mkdir(parents=True, exist_ok=True)
-        require_engines(engines, config)
-        prompts = drawn_prompts(args, tokenizer)
-        model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
-        calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
-        calibration.save(args.output / CALIBRATION_FILE)
-        print_calibration(calibration)
-        print(f"{CALIBRATION_FILE} is in {args.output}")
+@subcommand(make_parser)
+def main(args: argparse.Namespace) -> None:
+    # Wrong options are refused before the model is loaded.
+    require_numbers(args, RANGES)
+    dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
+    settings = CalibrationSettings(
+        **{name: getattr(args, name) for names in SETTINGS.values() for name in names},
+        split=args.split,
+        serve_options=args.serve_options,
+        bf16=bf16,
+        chat_template_kwargs=args.chat_template_kwargs,
+        settings={
+            "revision": args.revision,
+            "train_dtype": args.train_dtype,
+            "prompts_from": args.dataset_name or "arithmetic",
+        },
+        report=say,
+    )
+    engines = [EngineSpec.parse(word) for word in args.engine]
+    config, tokenizer = load_config_and_tokenizer(args.model, "model", revision=args.revision)
+    if hasattr(config, "quantization_config"):
+        raise ValueError(f"model={args.model!r} is quantized: give the trained model, and its scheme as --engine.")
+    if (args.output / CALIBRATION_FILE).exists() and not args.overwrite:
+        raise ValueError(f"output='{args.output}' holds a calibration: choose another --output, or --overwrite.")
+    args.output.mkdir(parents=True, exist_ok=True)
+    require_engines(engines, config)
+    prompts = drawn_prompts(args, tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
+    calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
+    calibration.save(args.output / CALIBRATION_FILE)
+    print_calibration(calibration)
+    print(f"{CALIBRATION_FILE} is in {args.output}")

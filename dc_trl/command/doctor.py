@@ -9,7 +9,7 @@ a server. A check that fails or hangs does not stop the others. The exit code is
 """
 
 import time
-from collections.abc import Sequence
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,8 +25,9 @@ from ..doctor.run import (
     run_checks,
     summary,
 )
-from ..settings.command_line import OptionParser, add_serve_options, leave_on_sigterm, refused_in_one_line, say
+from ..settings.command_line import OptionParser, add_serve_options, say
 from ..settings.paths import PACKAGE
+from . import subcommand
 
 
 def make_parser() -> OptionParser:
@@ -42,19 +43,17 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def main(words: Sequence[str] | None = None) -> int:
+@subcommand(make_parser)
+def main(args: Namespace) -> int:
     """Run the checks and print what they found; the exit code is 1 if one failed, 130 after Ctrl-C."""
-    args = make_parser().parse_args(words)
     begin = time.monotonic()
-    with refused_in_one_line():
-        log = args.log or Path("runs", f"doctor-{time.strftime('%Y%m%d-%H%M%S')}.log")
-        if log.exists():
-            raise ValueError(f"log='{log}' exists already: choose another file, or remove it.")
-        tiny = PACKAGE / "assets" / "tiny_qwen3"
-        setup = Setup(args.model or str(tiny), args.device, str(log.resolve()), args.serve_options)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch()
-    leave_on_sigterm()  # through the blocks that end the checks and remove their folder
+    log = args.log or Path("runs", f"doctor-{time.strftime('%Y%m%d-%H%M%S')}.log")
+    if log.exists():
+        raise ValueError(f"log='{log}' exists already: choose another file, or remove it.")
+    tiny = PACKAGE / "assets" / "tiny_qwen3"
+    setup = Setup(args.model or str(tiny), args.device, str(log.resolve()), args.serve_options)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.touch()
     schemes = [*SERVED_SCHEMES, *REPLICA_SCHEMES] if "all" in args.schemes else args.schemes
     has_vllm = find_spec("vllm") is not None
     if not has_vllm and not args.no_servers:

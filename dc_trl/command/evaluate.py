@@ -10,7 +10,6 @@ of DC-GRPO's paper: 32,768 tokens, temperature 0.7, top-p 1, 32 samples a proble
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..data.benchmarks import BENCHMARKS, parse_benchmark
@@ -20,17 +19,15 @@ from ..evaluation.results import Evaluation, print_comparison, print_evaluations
 from ..quantization.schemes import SERVED_SCHEMES
 from ..sampling.seeded import ENGINE_HELP, Sampling
 from ..secrets import hide_in_options
-from ..serving.errors import ServerError
 from ..settings.command_line import (
     OptionParser,
     add_model,
     add_serve_options,
     add_template,
-    leave_on_sigterm,
-    refused_in_one_line,
 )
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers
+from . import subcommand
 
 
 # The paper's six. GSM8K and the built-in arithmetic are there by name.
@@ -85,7 +82,11 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
+@subcommand(make_parser)
+def main(args: argparse.Namespace) -> None:
+    if args.compare:
+        print_comparison(*(Evaluation.load(folder / RESULTS_FILE) for folder in args.compare))
+        return
     # Wrong options are refused before an engine is started.
     if args.model is None:
         raise ValueError("model is not set: give --model with a Hub id or a directory, or --compare.")
@@ -132,13 +133,3 @@ def run(args: argparse.Namespace) -> None:
         evaluations.append(evaluation)
     print_evaluations(evaluations)
     print(f"Samples and {RESULTS_FILE} are in {output}")
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(words)
-    leave_on_sigterm()
-    with refused_in_one_line(ServerError):
-        if args.compare:
-            print_comparison(*(Evaluation.load(folder / RESULTS_FILE) for folder in args.compare))
-        else:
-            run(args)

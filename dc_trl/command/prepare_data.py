@@ -7,7 +7,7 @@ Train on the result: `dc-trl train --dataset_name data/dapo/train.parquet --prom
 """
 
 import json
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, parse_bench
 from ..data.cleaning import clean, count_reasons, print_cleaning
 from ..data.dapo import DAPO, load_dapo
 from ..files import write_text
-from ..settings.command_line import OptionParser, refused_in_one_line
+from ..settings.command_line import OptionParser
+from . import subcommand
 
 
 TRAIN_FILE, REPORT_FILE = "train.parquet", "report.json"
@@ -37,24 +38,23 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    arguments = make_parser().parse_args(words)
-    output: Path = arguments.output
-    with refused_in_one_line():
-        # What can be wrong with the input is found before rows are read.
-        if output.exists():
-            raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
-        files = dict(map(parse_benchmark, arguments.benchmarks))
-        rows = load_dapo(arguments.file, arguments.prompt_column, arguments.answer_column)
-        kept, dropped = clean(rows, {name: load_benchmark(name, file) for name, file in files.items()})
-        sources = {"problems": arguments.file or str(DAPO)}
-        sources |= {name: file or str(BENCHMARKS[name]) for name, file in files.items()}
-        output.mkdir(parents=True)
-        kept.to_parquet(output / TRAIN_FILE)
-        content: dict[str, Any] = {"sources": sources, "counts": count_reasons(dropped)}
-        content |= {"rows": len(rows), "kept": len(kept), "dropped": dropped}
-        write_text(output / REPORT_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        print_cleaning(len(rows), dropped)
-        if not kept:
-            raise ValueError(f"output={str(output)!r}: no row is left, and {REPORT_FILE} there says why.")
+@subcommand(make_parser)
+def main(args: Namespace) -> None:
+    output: Path = args.output
+    # What can be wrong with the input is found before rows are read.
+    if output.exists():
+        raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
+    files = dict(map(parse_benchmark, args.benchmarks))
+    rows = load_dapo(args.file, args.prompt_column, args.answer_column)
+    kept, dropped = clean(rows, {name: load_benchmark(name, file) for name, file in files.items()})
+    sources = {"problems": args.file or str(DAPO)}
+    sources |= {name: file or str(BENCHMARKS[name]) for name, file in files.items()}
+    output.mkdir(parents=True)
+    kept.to_parquet(output / TRAIN_FILE)
+    content: dict[str, Any] = {"sources": sources, "counts": count_reasons(dropped)}
+    content |= {"rows": len(rows), "kept": len(kept), "dropped": dropped}
+    write_text(output / REPORT_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    print_cleaning(len(rows), dropped)
+    if not kept:
+        raise ValueError(f"output={str(output)!r}: no row is left, and {REPORT_FILE} there says why.")
     print(f"{TRAIN_FILE} and {REPORT_FILE} are in {output}")

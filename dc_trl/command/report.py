@@ -6,11 +6,12 @@
 To compare several runs, use the tracker that report_to names (trackio, W&B).
 """
 
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 from ..report.run_report import write_report
-from ..settings.command_line import OptionParser, refused_in_one_line
+from ..settings.command_line import OptionParser
+from . import subcommand
 
 
 PAGE = "report.html"
@@ -24,8 +25,7 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(words)
-    with refused_in_one_line():
-        page = write_report(args.run, args.output or Path(args.run, PAGE), args.title)
+@subcommand(make_parser)
+def main(args: Namespace) -> None:
+    page = write_report(args.run, args.output or Path(args.run, PAGE), args.title)
     print(f"wrote {page}")

@@ -7,9 +7,8 @@ environment variable VLLM_API_KEY has a key, every client has to give it; the tr
 """
 
 import os
-import sys
 import time
-from collections.abc import Sequence
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from ..quantization.schemes import SERVED_SCHEMES
 from ..serving.errors import ServerError
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
-from ..settings.command_line import OptionParser, add_model, leave_on_sigterm, refused_in_one_line, say
+from ..settings.command_line import OptionParser, add_model, say
+from . import subcommand
 
 
 def make_parser() -> OptionParser:
@@ -35,26 +35,15 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(words)
+@subcommand(make_parser)
+def main(args: Namespace) -> None:
     if args.require_api_key and not os.environ.get("VLLM_API_KEY"):
-        sys.exit("error: --require_api_key: set the environment variable VLLM_API_KEY to the key.")
-    leave_on_sigterm()
+        raise ValueError("--require_api_key: set the environment variable VLLM_API_KEY to the key.")
+    options = [*([ROUTES_OPTION] if args.routing_replay else []), *args.options]
+    given = {name: getattr(args, name) for name in ("revision", "host", "port", "max_model_len", "start_timeout")}
     with (
         suppress(KeyboardInterrupt),
-        refused_in_one_line(ServerError),
-        serve(
-            args.model,
-            args.scheme,
-            revision=args.revision,
-            host=args.host,
-            port=args.port,
-            max_model_len=args.max_model_len,
-            start_timeout=args.start_timeout,
-            log_path=args.log,
-            options=[*([ROUTES_OPTION] if args.routing_replay else []), *args.options],
-            report=say,
-        ) as server,
+        serve(args.model, args.scheme, **given, log_path=args.log, options=options, report=say) as server,
     ):
         say(
             f"ready: train with --use_vllm --vllm_mode server --vllm_server_base_url {server.url} "

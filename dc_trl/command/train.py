@@ -20,13 +20,13 @@ from transformers import TrainerCallback
 from ..run.interruption import StopSignals
 from ..serving.errors import ServerError
 from ..settings.command_line import refused_in_one_line
-from ..training.arguments import RunArguments
-from ..training.arguments import make_parser as make_parser
+from .arguments import RunArguments
+from .arguments import make_parser as make_parser
 
 
 if TYPE_CHECKING:
     from ..trainer import DCGRPOTrainer
-    from ..training.run import Outcome
+    from .finish import Outcome
 
 
 def train(
@@ -42,8 +42,8 @@ def train(
     with StopSignals() as signals, ExitStack() as stack:
         with refused_in_one_line(TypeError, ServerError):
             arguments = RunArguments.parse(words)
-            from ..training.build import build_trainer  # takes seconds, for which --help and a refusal need not wait
-            from ..training.run import run
+            from .build import build_trainer  # takes seconds, for which --help and a refusal need not wait
+            from .finish import run
 
             trainer, alarm = build_trainer(arguments, stack)
         if callback is not None:

@@ -9,7 +9,7 @@ evidence and no proof. A server's key is read from VLLM_API_KEY.
 The exit code is 0 if it serves these weights, 1 if not, and 2 if it could not be asked.
 """
 
-import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from ..serving.connection import Connection
 from ..serving.errors import ServerError, ServerRefusedError
 from ..settings.command_line import OptionParser, say
 from ..settings.pretrained import load_config_and_tokenizer
+from . import subcommand
 
 
 # Up to this multiple of the floor, kernels may explain a difference: SmolLM2-135M in FP8 is 1.3 floors from vLLM.
@@ -41,13 +42,9 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(words)
-    try:
-        return 0 if verify(args.url, args.checkpoint) else 1
-    except (ServerError, ValueError, OSError, SafetensorError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+@subcommand(make_parser, SafetensorError, code=2)
+def main(args: Namespace) -> int:
+    return 0 if verify(args.url, args.checkpoint) else 1
 
 
 def verify(url: str, directory: Path) -> bool:

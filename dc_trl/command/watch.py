@@ -10,9 +10,8 @@ The exit code is 1 as soon as δ̄ is above --fail_above, 0 after --looks, and 2
 """
 
 import json
-import sys
 import time
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,11 @@ from ..data.prompts import tokenize
 from ..files import append_text
 from ..sampling.seeded import Disclosed
 from ..serving.connection import Connection, Patience
-from ..serving.errors import ServerError, ServerUnavailableError
-from ..settings.command_line import OptionParser, add_fields, leave_on_sigterm, say
+from ..serving.errors import ServerUnavailableError
+from ..settings.command_line import OptionParser, add_fields, say
 from ..settings.pretrained import load_tokenizer
 from ..settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
+from . import subcommand
 from .calibrate import TRAIN_DTYPES, add_prompts, drawn_prompts
 
 
@@ -61,19 +61,10 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(words)
-    leave_on_sigterm()
+@subcommand(make_parser, code=2)
+def main(args: Namespace) -> int:
     disable_progress_bar()  # a look is one line
-    try:
-        require_numbers(args, _RANGES)
-        return _watch(args)
-    except (ServerError, ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def _watch(args: Any) -> int:
+    require_numbers(args, _RANGES)
     connection = Connection(args.url, Patience(request_timeout=_SECONDS))
     tracker = _tracker(args)
     say(f"{args.url}: {Disclosed.of(connection)}")

@@ -1,13 +1,16 @@
 """The settings of the constraint and of the correction, which both trainers have. This module needs no TRL."""
 
 import re
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..settings.command_line import unknown_field
-from ..settings.fields import setting
+from ..settings.fields import require_fields, setting
+from ..settings.neutral_sampling import SAMPLING_FIELDS, restrictions, truncations
 from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
+from ..settings.recipes import UNCONSTRAINED, fill_in
 
 
 Measure = Literal["prob_diff", "prob_ratio", "log_prob"]
@@ -16,6 +19,8 @@ Part = Literal["all", "lag", "engine"]
 Level = Literal["token", "sequence"]
 Reduction = Literal["sequence", "token"]
 Constraint = Literal["none", "static", "lagrangian"]
+# Fields by which a trainer acts on the difference of the engines, with the value that is off.
+COMPARISONS = {"constraint": "none", "rollout_correction": "none", "score_centering": False}
 # Forms that push down each sampled token that differs, whichever engine gives it the larger probability.
 PUSHES = ("injected",)
 # λ_0 and λ_max by form. The injected form's λ_0 is the paper's, the others are docs/study.md's; every λ_max is ours.
@@ -34,18 +39,18 @@ class ConstraintSettings:
     """Fields of the constraint and of the correction, of [`~dc_trl.DCGRPOConfig`] and `AsyncDCGRPOConfig`."""
 
     constraint: Constraint = setting(
-        "none",
+        None,
         'How the discrepancy is constrained: "none", it is only measured; "static", with the fixed λ of lambda_init '
         '(arXiv 2606.08779, eq. 4); "lagrangian", with dual ascent (eqs. 8 to 11). If it is not set, recipe decides.',
     )
     constraint_form: str = setting(
-        "injected",
+        None,
         'How the discrepancy enters the objective. If it is not set, recipe decides. "injected": advantages minus '
         'λ·δ, the paper\'s form; "quadratic": the gradient of half the squared discrepancy (its appendix B); '
         '"log_ratio": advantages minus λ·log(π_train/π_inf); "module:function": your own, see docs/corrections.md.',
     )
     constraint_target: Literal["all", "lag"] = setting(
-        "all",
+        None,
         'What the constraint acts on: "all", log π_train − log π_inf; "lag", log p − log p_s, by the trainer\'s own '
         "forward with the present weights and with those that sampled (see discrepancy_split). If it is not set, "
         "recipe decides.",
@@ -132,20 +137,23 @@ class ConstraintSettings:
         parts = [] if self.rollout_correction == "none" else parts_of(self.rollout_correction)
         return tuple(name for name, _ in parts)
 
-    def fill_in_multiplier(self) -> None:
-        """Give the fields of λ that are left open (None) the defaults of their form and measure."""
+    def __post_init__(self) -> None:
+        """Fill in what is left open (None) and read what a parser hands over as text; refuse what no field takes."""
+        fill_in(self, UNCONSTRAINED)
+        if isinstance(self.rollout_correction, list | tuple):
+            self.rollout_correction = ", ".join(map(str, self.rollout_correction))
+        require_fields(self, of=ConstraintSettings)
         init, maximum = DEFAULT_MULTIPLIERS.get(self.constraint_form, DEFAULT_MULTIPLIERS["injected"])
         if self.constraint_form == "quadratic" and self.discrepancy_measure != "prob_diff":
             init, maximum = DEFAULT_OF_DIVIDED
         asleep = self.constraint != "lagrangian"  # ε moves no λ
-        defaults: dict[str, Any] = {
-            "discrepancy_tolerance": 0.0037 if asleep and self.discrepancy_measure == "prob_diff" else "auto",
-            "lambda_init": init,
-            "lambda_max": maximum,
-        }
-        for name, value in defaults.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+        tolerance = 0.0037 if asleep and self.discrepancy_measure == "prob_diff" else "auto"
+        fill_in(self, {"discrepancy_tolerance": tolerance, "lambda_init": init, "lambda_max": maximum})
+        if self.discrepancy_tolerance != "auto":
+            if isinstance(self.discrepancy_tolerance, str):
+                with suppress(ValueError):
+                    self.discrepancy_tolerance = float(self.discrepancy_tolerance)
+            require_number("discrepancy_tolerance", self.discrepancy_tolerance, AT_LEAST_0)
 
     @property
     def compared_by(self) -> str | None:
@@ -153,12 +161,7 @@ class ConstraintSettings:
 
         It needs the rollouts' log-probabilities, from an engine that samples from the policy's distribution.
         """
-        return next((name for name, off in self._comparisons.items() if getattr(self, name) != off), None)
-
-    @property
-    def _comparisons(self) -> dict[str, Any]:
-        """The fields by which the trainer acts on the difference of the engines, and the value that is off."""
-        return {"constraint": "none", "rollout_correction": "none"}
+        return next((name for name, off in COMPARISONS.items() if vars(self).get(name, off) != off), None)
 
     @property
     def split_by(self) -> str | None:
@@ -179,15 +182,37 @@ class ConstraintSettings:
     @property
     def without_comparison(self) -> str:
         """`compared_by` with the value that switches it off, for messages."""
-        return f"{self.compared_by}={self._comparisons[str(self.compared_by)]!r}"
+        return f"{self.compared_by}={COMPARISONS[str(self.compared_by)]!r}"
 
-    def other_distribution(self, restriction: str, remedy: str) -> str:
-        """Return the refusal of a setting that `settings.neutral_sampling.restrictions` yields."""
-        return (
-            f"{restriction} makes the engine sample from a distribution that is not the policy's, or report "
-            f"another's, and {self.comparison} would take that difference for mismatch: {remedy} or "
-            f"{self.without_comparison}."
-        )
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The settings of generation that a sampling engine gets, by name."""
+        own = {name: value for name, value in vars(self).items() if name in SAMPLING_FIELDS}
+        return own | (vars(self).get("generation_kwargs") or {})
+
+    @property
+    def truncations(self) -> dict[str, Any]:
+        """Those of top-p, top-k and min-p that cut off what is sampled, with their values."""
+        return truncations(self.sampling)
+
+    def require_policys_distribution(
+        self, sampling: Mapping[str, Any], corrected: Collection[str] = (), place: str = ""
+    ) -> None:
+        """Refuse settings of generation with which engines that are compared do not sample from the policy.
+
+        Args:
+            sampling: settings by name.
+            corrected: names of truncations that are corrected for.
+            place: where the settings stand, if they are no fields.
+        """
+        if self.compared_by is None:
+            return
+        for name, value, remedy in restrictions(sampling, corrected):
+            raise ValueError(
+                f"{name}={value!r}{place and f' of {place}'} makes the engine sample from a distribution that is not "
+                f"the policy's, or report another's, and {self.comparison} would take that difference for mismatch: "
+                f"{remedy}{place and f' in {place}'} or {self.without_comparison}."
+            )
 
 
 _BOUND = r"\s*([\d.]+|inf)\s*"
@@ -211,18 +236,3 @@ def parts_of(correction: str) -> list[tuple[str, dict[str, float]]]:
         name, *bounds = (text for text in found.groups() if text is not None)
         parts.append((name, dict(zip(("lower", "upper")[2 - len(bounds) :], map(float, bounds), strict=True))))
     return parts
-
-
-def read_correction(value: Any) -> Any:
-    """Return `rollout_correction` as text: a list of corrections becomes their names with commas between."""
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-
-
-def read_tolerance(value: Any) -> float | Literal["auto"]:
-    """Return what `discrepancy_tolerance` means, "auto" or a number, which a parser hands over as text."""
-    if value == "auto":
-        return "auto"
-    with suppress(ValueError):
-        value = float(value) if isinstance(value, str) else value
-    require_number("discrepancy_tolerance", value, AT_LEAST_0)
-    return value

@@ -61,8 +61,7 @@ def complete_card(trainer: Trainer) -> None:
     settings = constraint_settings(args)
     parts.append(markdown_table(("setting", "value"), [(f"`{name}`", str(value)) for name, value in settings.items()]))
     deployment = folder / runs.DEPLOYMENT_FOLDER
-    pushed = isinstance(args, DCGRPOConfig) and args.hub_deployment != "none"
-    if pushed and (deployment / "config.json").is_file():
+    if isinstance(args, DCGRPOConfig) and (deployment / "config.json").is_file():
         line = serve_line(deployment).replace(str(deployment), f"model/{deployment.name}")
         parts.append(_SERVE.format(repository=repository, serve=line))
     card.text = "\n\n".join(parts)

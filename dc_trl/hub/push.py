@@ -82,7 +82,7 @@ class HubClient:
     def __init__(self, args: DCGRPOConfig):
         self._args = args
         self._api = HfApi(token=args.hub_token or None, library_name="dc_trl", library_version=__version__)
-        self._with_deployment = args.hub_deployment == "subfolder"
+        self._with_deployment = True
 
     @contextmanager
     def pushing(self, deployment: bool = True) -> Iterator[None]:
@@ -93,7 +93,7 @@ class HubClient:
         """
         original = transformers_trainer.hf_api
         transformers_trainer.hf_api = lambda: self
-        self._with_deployment = deployment and self._args.hub_deployment == "subfolder"
+        self._with_deployment = deployment
         try:
             with without_token(self._args):
                 yield

@@ -4,7 +4,7 @@ Rows are completions with their prompts, as TRL pads them: prompts on the left, 
 rows reads (longest prompt + longest completion) tokens of each of them. TRL pads a generation batch to its longest
 completion, shuffles it and splits it into the slices of its buffer. Then the rows of the slices that share an
 optimizer step are regrouped, in each process by itself, and cut to the longest row of their own forward. The step's
-loss and gradient are sums over its completions, so they do not change. `MEANS_OF_MICRO_BATCHES` lists the losses that
+loss and gradient are sums over its completions, so they do not change. `mean_of_micro_batch` names the losses that
 are not such sums; their slices keep their rows and are only cut.
 """
 

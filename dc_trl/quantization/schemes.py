@@ -56,7 +56,7 @@ def require_served_scheme(name: str) -> None:
     if name not in SERVED_SCHEMES:
         raise ValueError(
             f"deployment_scheme={name!r} is for the in-process replica alone, and no engine serves a checkpoint of "
-            f"it: use one of {', '.join(map(repr, SCHEMES))}, or use_vllm=False and hub_deployment='none'."
+            f"it: use one of {', '.join(map(repr, SCHEMES))}, or use_vllm=False and push_to_hub=False."
         )
 
 

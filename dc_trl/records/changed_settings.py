@@ -1,13 +1,12 @@
 """The settings of a run as it records them: what differs from the defaults, without secrets."""
 
 from collections.abc import Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 from ..secrets import hide_in_options, is_secret_name, without_secrets
-from ..settings.fields import declared_default
-from ..settings.recipes import RECIPES
+from ..settings.recipes import default_of
 
 
 # TrainingArguments fills the first three in itself, and a resumed run may have the other two otherwise.
@@ -32,13 +31,6 @@ def changed_settings(config: Any, defaults: type | None = None) -> dict[str, Any
         if not is_secret_name(name) and value != default and not (value in _EMPTY and default in _EMPTY):
             changed[name] = value
     return changed
-
-
-def default_of(of: Field) -> Any:
-    """Return the default of a field, which for a field that is left open is the recipe's; None where it has none."""
-    if of.default is None and of.name in RECIPES["trl"]:
-        return RECIPES["trl"][of.name]
-    return declared_default(of)
 
 
 def json_value(value: Any) -> Any:

@@ -1,25 +1,15 @@
-"""Builds what samples for a trainer: the in-process replica, or vLLM in the mode that the arguments select.
-
-`require_servers` checks before the model is loaded that the vLLM servers of a run are up and fit it.
-"""
+"""Builds what samples for a trainer: the in-process replica, or vLLM in the mode that the arguments select."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from accelerate import PartialState
 from accelerate.logging import get_logger
-from peft import PeftModel
-from transformers import PretrainedConfig, ProcessorMixin
+from transformers import ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..config import DCGRPOConfig
-from ..quantization.adapter import require_adapter_beside
 from ..quantization.policy import base_model, require_shared_embeddings
-from ..settings.distribution import sharding_of
-from ..settings.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, restrictions, truncations
-from ..settings.pretrained import load_config
+from ..settings.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, truncations
 from .sampler import OverlappedSampler, Sampler
 
 
@@ -38,39 +28,7 @@ _OF_VLLM = (
     *("mode", "server_base_url", "server_host", "server_port", "group_port", "server_timeout", "max_model_length"),
     *("tensor_parallel_size", "gpu_memory_utilization", "enable_sleep_mode", "model_impl", "structured_outputs_regex"),
 )
-
-
-def require_engine(args: DCGRPOConfig, model: Any, **arguments: Any) -> None:
-    """Refuse, before a model is loaded, an engine that cannot sample this policy, or servers that do not fit it.
-
-    Args:
-        args: settings of the run.
-        model: the policy, or its Hub id or directory.
-        **arguments: further arguments of the trainer; `peft_config` and what asks an engine turn by turn are read.
-
-    Raises:
-        ValueError: names the setting, its value and the remedy.
-        ServerError: see `require_servers`.
-    """
-    for name in ("tools", "environment_factory", "rollout_func"):
-        if args.rollout_overlap and arguments.get(name):
-            raise ValueError(
-                f"rollout_overlap=True samples a generation batch by one request ahead of training, and {name} "
-                f"asks the engine turn by turn: leave {name} out, or set rollout_overlap=False."
-            )
-    new_adapter = arguments.get("peft_config") is not None
-    if args.lora_deployment == "adapter" and not new_adapter:
-        require_adapter_beside(model)
-    adapted = new_adapter or isinstance(model, PeftModel)
-    if adapted and args.deployment_scheme is not None and not args.use_vllm and sharding_of(args).is_fsdp2:
-        name = f"deployment_scheme={args.deployment_scheme!r} without use_vllm"
-        raise ValueError(f"{name} merges no adapter that FSDP2 shards: set use_vllm=True, or launch with DDP.")
-    if args.use_vllm and args.vllm_mode == "server":
-        revision, trust = (args.model_init_kwargs or {}).get("revision", "main"), args.trust_remote_code
-        by_name = isinstance(model, str)
-        require_servers(
-            args, load_config(model, revision=revision, trust_remote_code=trust) if by_name else model.config
-        )
+_OF_MODEL = "the model's generation_config.json"
 
 
 def build_sampler(trainer: Any) -> Sampler:
@@ -149,7 +107,8 @@ def build_vllm(trainer: Any) -> VLLMGeneration:
         requested = {"top_p": args.top_p, "top_k": args.top_k, "repetition_penalty": args.repetition_penalty}
         requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
         left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
-        _check_model_settings(args, {name: of_model[name] for name in left_open if of_model.get(name) is not None})
+        taken = {name: of_model[name] for name in left_open if of_model.get(name) is not None}
+        args.require_policys_distribution(taken, place=_OF_MODEL)
         require_shared_embeddings(model)
         server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
         return server_mode(args, weight_sync, **of_trl)
@@ -180,39 +139,5 @@ def complete_generation_config(trainer: Any) -> bool:
             "with vLLM (use_vllm=True, generation_kwargs={'stop': ...})."
         )
     settings = {name: value for name, value in vars(config).items() if name[0] != "_"}
-    _check_model_settings(trainer.args, settings, corrected=TRUNCATIONS)
+    trainer.args.require_policys_distribution(settings, TRUNCATIONS, _OF_MODEL)
     return bool(truncations(settings))
-
-
-def _check_model_settings(args: DCGRPOConfig, settings: dict[str, Any], corrected: Collection[str] = ()) -> None:
-    """Refuse settings of a model that restrict sampling under a constraint."""
-    if args.compared_by is None:
-        return
-    for name, value, remedy in restrictions(settings, corrected):
-        setting = f"{name}={value!r} of the model's generation_config"
-        raise ValueError(args.other_distribution(setting, f"{remedy} in generation_config.json"))
-
-
-def require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
-    """Refuse servers that are not up within `vllm_server_timeout`, or do not fit. Call it in every process.
-
-    `ServerGeneration` makes the checks that need the loaded model, and those of the weight stream's connections.
-
-    Args:
-        args: arguments of the trainer, with `vllm_mode="server"`.
-        config: configuration of the trained model.
-
-    Raises:
-        ServerError: a server is refused; the message names it, the reason and the option to change.
-    """
-    from ..serving.errors import ServerError
-    from .vllm_backends import connect, needs_checkpoint, raised_together
-
-    weight_sync: str = args.weight_sync
-    if weight_sync == "auto":
-        # What else decides, the policy and whether the GPU is shared, is not known yet.
-        weight_sync = "checkpoint" if needs_checkpoint(args, args.device) else "none"
-    least_rank = int(args.lora_deployment == "adapter")  # the adapter's own is not known yet
-    with raised_together(ServerError):
-        if PartialState().is_main_process:
-            connect(args, config, weight_sync, least_rank, longest_request=60.0)

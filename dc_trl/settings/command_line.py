@@ -18,6 +18,10 @@ from .paths import shipped
 METAVARS: dict[Any, str] = {int: "INT", float: "FLOAT", Path: "PATH", json.loads: "JSON"}
 
 
+# Exceptions that mean wrong input.
+WRONG_INPUT: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:  # argparse's is the option's name
         return METAVARS.get(action.type, "TEXT")
@@ -44,9 +48,13 @@ class OptionParser(argparse.ArgumentParser):
 
 def unknown_field(name: str, known: Iterable[str]) -> str:
     """Return the refusal of a field that the configuration does not have."""
+    return f"{name} is no field of the configuration: {nearest(name, known, 'dc-trl train --help lists the fields.')}"
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return which of the known names may have been meant; `otherwise` if none is near."""
     close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else "dc-trl train --help lists the fields."
-    return f"{name} is no field of the configuration: {hint}"
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 def add_model(group: argparse._ActionsContainer, what: str, required: bool = True) -> None:
@@ -79,11 +87,10 @@ def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -
 
 @contextmanager
 def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
-    """End the program with `error: ` and the message of an exception that means wrong input, `others` among them."""
-    wrong_input: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, *others)
+    """End the program with `error: ` and the message of an exception of `WRONG_INPUT` or of the others."""
     try:
         yield
-    except wrong_input as error:
+    except (*WRONG_INPUT, *others) as error:
         sys.exit(f"error: {error}")
 
 

@@ -7,14 +7,15 @@ import textwrap
 from argparse import Action
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from ..files import read_yaml
 from .command_line import METAVARS, unknown_field
-from .fields import kinds_of
+from .fields import allowed_of
 from .paths import config_file
 
 
@@ -36,6 +37,7 @@ class ConfigurationParser(HfArgumentParser):
         self.add_argument("--config", help="YAML file of the fields below, or the name of a shipped one")
         self.add_argument("-h", "--help", nargs="?", const="", help="'all' lists all fields, a name describes one")
         self._groups = groups
+        self._checked = {name for kind in self.dataclass_types for name in allowed_of(kind)}
 
     def help_on(self, word: str) -> str:
         """Return the help: for "" the groups of fields, for "all" every field in full, otherwise the field named."""
@@ -50,6 +52,10 @@ class ConfigurationParser(HfArgumentParser):
         for title, names in self._groups.items():
             lines += ["", f"{title}:", *(_described(actions[name]) for name in names)]
         return "\n".join([*lines, "", f"--help all lists all {len(actions)} fields, --help NAME describes one."])
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        if action.dest not in self._checked:  # their dataclasses refuse in the same words what a file or Python gives
+            super()._check_value(action, value)
 
     def error(self, message: str) -> None:
         """Raise a `ValueError`; argparse would print the usage of 300 fields and end the program."""
@@ -83,7 +89,7 @@ class ConfigurationParser(HfArgumentParser):
 
 def _meant(value: Any, kind: Any) -> Any:
     """Return what YAML has read as the field has it. The parser itself reads numbers and truth values from text."""
-    kinds = kinds_of(kind)
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     takes_text = any(each is str or (isinstance(each, type) and issubclass(each, Enum)) for each in kinds)
     if any(get_origin(each) is list for each in kinds) and not takes_text and value is not None:
         values = value if isinstance(value, list) else [value]  # a command line takes one word as a list too

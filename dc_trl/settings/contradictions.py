@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, TypeAlias
 
-from .fields import declared_default
-from .recipes import RECIPES
+from .fields import require_fields
+from .recipes import RECIPES, default_of
 
 
 # The values of a field at which a rule applies, or a function that looks at all settings.
@@ -30,20 +30,18 @@ class Rule(NamedTuple):
 
 # Losses that are a mean over completions; the others divide by the tokens that enter them.
 MEAN_OVER_COMPLETIONS = ("grpo", "sapo", "dr_grpo", "luspo")
-# Settings whose term of the loss is a mean over a micro-batch, and depends on which completions share one.
-MEANS_OF_MICRO_BATCHES: dict[str, Callable[[Any], bool]] = {
-    "loss_type": lambda c: c.loss_type == "bnpo",
-    "top_entropy_quantile": lambda c: c.top_entropy_quantile < 1.0,  # of the entropies of a micro-batch
-    "use_adaptive_entropy": lambda c: c.use_adaptive_entropy,
-    "entropy_coef": lambda c: c.entropy_coef != 0.0,
-}
-
 _SERVER = "set use_vllm=True and vllm_mode='server'"
 _SCHEME = "set deployment_scheme (for example 'fp8')"
+_UNSAMPLED: dict[str, Condition] = {"use_vllm": [False], "deployment_scheme": [None]}
+_COLOCATED: dict[str, Condition] = {"use_vllm": [True], "vllm_mode": ["colocate"]}
 
 
 def _any(settings: Any) -> bool:
     return True
+
+
+def _has_no_server(settings: Any) -> bool:
+    return not settings.use_vllm or settings.vllm_mode == "colocate"
 
 
 def _steps_within_batch(settings: Any) -> bool:
@@ -56,16 +54,18 @@ def _multiplies_ratio(settings: Any) -> bool:
 
 
 NO_EFFECT = (
-    Rule("rollout_correction_max rollout_correction_target", {"rollout_correction": ["none"]}, "choose a correction"),
-    Rule("rollout_correction_min", {"rollout_correction": ["none"]}, "choose a correction"),
+    Rule(
+        "rollout_correction_min rollout_correction_max rollout_correction_target",
+        {"rollout_correction": ["none"]},
+        "choose a correction",
+    ),
     Rule("discrepancy_margin constraint_form constraint_target", {"constraint": ["none"]}, "choose a constraint"),
     Rule("dual_window", {"constraint": ["none", "static"]}, "choose constraint='lagrangian'"),
     Rule("train_through_quantization", {"deployment_scheme": [None]}, _SCHEME),
     Rule("vllm_importance_sampling_correction weight_sync", {"use_vllm": [False]}, "set use_vllm=True"),
-    Rule("weight_sync_steps lora_deployment", {"use_vllm": [False], "deployment_scheme": [None]}, _SCHEME),
+    Rule("weight_sync_steps lora_deployment", _UNSAMPLED, _SCHEME),
     Rule("use_transformers_continuous_batching", {"deployment_scheme": lambda c: c.deployment_scheme}, "unset that"),
-    Rule("vllm_server_base_urls rollout_overlap", {"use_vllm": [False]}, _SERVER),
-    Rule("vllm_server_base_urls rollout_overlap", {"vllm_mode": ["colocate"]}, _SERVER),
+    Rule("vllm_server_base_urls rollout_overlap", {"use_vllm": _any, "vllm_mode": _has_no_server}, _SERVER),
     Rule("score_centering_top_k", {"score_centering": [False]}, "set score_centering=True"),
     Rule("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
     Rule("length_decay_period", {"length_decay": [False]}, "set length_decay=True"),
@@ -74,14 +74,28 @@ NO_EFFECT = (
 
 
 def mean_of_micro_batch(config: Any) -> str | None:
-    """Return the first of `MEANS_OF_MICRO_BATCHES` that a config has, as `name=value`; None if it has none."""
-    names = (name for name, applies in MEANS_OF_MICRO_BATCHES.items() if applies(config))
-    return next((f"{name}={getattr(config, name)!r}" for name in names), None)
+    """Return a setting, as `name=value`, whose term of the loss depends on which completions share a micro-batch."""
+    means = {
+        "loss_type": config.loss_type == "bnpo",
+        "top_entropy_quantile": config.top_entropy_quantile < 1.0,  # of the entropies of a micro-batch
+        "use_adaptive_entropy": config.use_adaptive_entropy,
+        "entropy_coef": config.entropy_coef != 0.0,
+    }
+    return next((f"{name}={getattr(config, name)!r}" for name in means if means[name]), None)
 
 
-def require_effect(settings: Any) -> None:
-    """Refuse a field that was given a value and has no effect; see `refuse`."""
+class CheckedSettings:
+    """A dataclass of settings that refuses values, and settings that have no effect, when it is made."""
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+        require_consistent(self)
+
+
+def require_consistent(settings: Any) -> None:
+    """Refuse a field that was given a value and has no effect, and fields that contradict each other; see `refuse`."""
     refuse(settings, NO_EFFECT, "has no effect with", "leave it out, or ")
+    refuse(settings, CONTRADICTIONS)
 
 
 def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", remedy: str = "") -> None:
@@ -93,7 +107,7 @@ def refuse(settings: Any, rules: Sequence[Rule], verb: str = "contradicts", reme
     def holds(name: str, condition: Condition) -> bool:
         return condition(settings) if callable(condition) else getattr(settings, name) in condition
 
-    defaults = {field.name: declared_default(field) for field in fields(settings)}
+    defaults = {field.name: default_of(field) for field in fields(settings)}
     if "recipe" in defaults:  # what it has filled in was not given
         defaults |= RECIPES[settings.recipe]
     for rule in rules:
@@ -118,7 +132,6 @@ _CONSTRAINED = {"constraint": ["static", "lagrangian"]}
 _ALIGNED = {"train_through_quantization": lambda c: bool(c.train_through_quantization)}
 _RECOMPUTED = ("use_reentrant", "offload")
 _ONE = "set only one of the two"
-_COMPARED = "constraint, rollout_correction and score_centering compare engines, which then choose among other tokens"
 _VESPO = "VESPO weighs a trajectory by its own advantage and ratio; set another loss_type, or the other to 'none'"
 
 CONTRADICTIONS = (
@@ -128,7 +141,7 @@ CONTRADICTIONS = (
         "choose a value within these bounds, or widen them",
         _any,
     ),
-    Rule("discrepancy_split", {"use_vllm": [False], "deployment_scheme": [None]}, f"{_SCHEME}, or use_vllm=True"),
+    Rule("discrepancy_split score_centering", _UNSAMPLED, f"{_SCHEME}, or use_vllm=True"),
     Rule(
         "recipe",
         {"deployment_scheme": [None]},
@@ -153,7 +166,6 @@ CONTRADICTIONS = (
         lambda c: (c.model_init_kwargs or {}).get("use_kernels", False),
     ),
     Rule("torch_compile", _ALIGNED, f"it would not see the hooks of the deployed forward; {_ONE}"),
-    Rule("score_centering", {"deployment_scheme": [None], "use_vllm": [False]}, f"{_SCHEME}, or use_vllm=True"),
     Rule("score_centering", {"importance_sampling_level": ["sequence"]}, "set importance_sampling_level='token'"),
     Rule("score_centering", {"beta": lambda c: c.beta != 0}, "the KL term would be centred too; set beta=0"),
     Rule(
@@ -192,12 +204,14 @@ CONTRADICTIONS = (
         "TRL streams to one server; set weight_sync='auto'",
         ["nccl"],
     ),
-    Rule("lora_deployment", {"use_vllm": [True], "vllm_mode": ["colocate"]}, _SERVER, ["adapter"]),
-    Rule("lora_deployment", {"weight_sync": ["nccl"]}, "nccl merges adapters; set weight_sync='auto'", ["adapter"]),
-    Rule("weight_sync_steps", {"weight_sync": ["nccl"]}, "a resumed run needs older weights; set weight_sync='auto'"),
+    Rule("lora_deployment routing_replay", _COLOCATED, _SERVER),
+    Rule(
+        "lora_deployment weight_sync_steps",
+        {"weight_sync": ["nccl"]},
+        "nccl merges adapters, and brings back no older weights when a run is resumed; set weight_sync='auto'",
+    ),
     Rule("weight_sync_steps", {"use_vllm": [True], "vllm_enable_sleep_mode": [True]}, f"sleep drops weights; {_ONE}"),
-    Rule("routing_replay", {"use_vllm": [False], "deployment_scheme": [None]}, f"{_SCHEME}, or {_SERVER}"),
-    Rule("routing_replay", {"use_vllm": [True], "vllm_mode": ["colocate"]}, _SERVER),
+    Rule("routing_replay", _UNSAMPLED, f"{_SCHEME}, or {_SERVER}"),
     # Those that follow keep the penalty from tokens that δ̄ counts: λ would climb to `lambda_max` without effect.
     Rule(
         "importance_sampling_level",
@@ -213,7 +227,7 @@ CONTRADICTIONS = (
         "it masks penalised tokens; set rollout_correction in its place, or constraint='none'",
         ["token_mask", "sequence_mask"],
     ),
-    # And these make the engines' difference more than their mismatch.
+    # And this makes the engines' difference more than their mismatch.
     Rule(
         "generation_kwargs",
         {
@@ -224,5 +238,4 @@ CONTRADICTIONS = (
         },
         "the training log-probabilities are taken at temperature; set temperature alone",
     ),
-    Rule("vllm_structured_outputs_regex", {"constraint": lambda c: c.compared_by is not None}, _COMPARED),
 )

@@ -2,32 +2,28 @@
 
     dual_window: Annotated[int, COUNT] = setting(1, "Number of generation batches that δ̄ is averaged over.")
 
-TRL and transformers declare their fields without ranges: `TRL_RANGES` and `TRL_CHOICES` add what these libraries look
-at after the first rollout, or never.
+TRL and transformers declare their fields without ranges: `TRL_ALLOWED` adds what these libraries look at after the
+first rollout, or never.
 """
 
 from dataclasses import MISSING, Field, field, fields
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .ranges import ABOVE_0, AT_LEAST_0, COUNT, SHARE, Range, require_choice, require_number
 
 
-# Ranges of those numbers of TRL and transformers that a run would otherwise meet once its engine is up, or never.
-TRL_RANGES = {
+# What fields of TRL and transformers may be that a run would otherwise meet once its engine is up, or never.
+TRL_ALLOWED: dict[str, Range | tuple[Any, ...]] = {
     **dict.fromkeys(("max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps"), COUNT),
     **dict.fromkeys(("num_iterations", "vllm_max_model_length", "save_total_limit", "lora_r"), COUNT),
     **dict.fromkeys(("learning_rate", "weight_decay", "beta"), AT_LEAST_0),
     **dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), SHARE),
     "temperature": ABOVE_0,
     "num_generations": Range(least=2, whole=True),
-}
-# Words that TRL's fields may have, which it declares as text.
-TRL_CHOICES: dict[str, Any] = {
-    "importance_sampling_level": Literal["token", "sequence"],
-    "scale_rewards": Literal["group", "batch", "none", True, False],
-    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
-    "vllm_importance_sampling_mode": Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
 
 
@@ -53,26 +49,16 @@ def own_fields(settings: type) -> list[str]:
     return [field.name for field in fields(settings) if field.name in declared]
 
 
-def kinds_of(hint: Any) -> list[Any]:
-    return list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
-
-
-def ranges_of(settings: type) -> dict[str, Range]:
-    """Return the range of each number among the fields of a dataclass, TRL's included."""
-    found = {declared.name: TRL_RANGES.get(declared.name) for declared in fields(settings)}
-    for name, hint in get_type_hints(settings, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            found[name] = next((part for part in get_args(hint)[1:] if isinstance(part, Range)), None)
-    return {name: range_ for name, range_ in found.items() if range_ is not None}
-
-
-def choices_of(settings: type) -> dict[str, tuple[Any, ...]]:
-    """Return the values that each field of a dataclass may have, where they are listed."""
-    found = {}
-    for name, hint in get_type_hints(settings).items():
-        literals = [kind for kind in kinds_of(TRL_CHOICES.get(name, hint)) if get_origin(kind) is Literal]
-        if literals:
-            found[name] = tuple(choice for literal in literals for choice in get_args(literal))
+def allowed_of(settings: type) -> dict[str, Any]:
+    """Return what the fields of a dataclass may be, by name: a `Range` of numbers, a tuple of choices, or `bool`."""
+    hints = get_type_hints(settings, include_extras=True)
+    found: dict[str, Any] = {name: allowed for name, allowed in TRL_ALLOWED.items() if name in hints}
+    for name, hint in hints.items():
+        for part in (hint, *get_args(hint)):
+            if isinstance(part, Range) or hint is bool:
+                found[name] = part
+            elif get_origin(part) is Literal:
+                found[name] = get_args(part)
     return found
 
 
@@ -86,16 +72,15 @@ def require_fields(settings: Any, of: type | None = None) -> None:
     Raises:
         ValueError: names the field, its value and what to write.
     """
-    choices, ranges = choices_of(type(settings)), ranges_of(type(settings))
-    defaults = {declared.name: declared_default(declared) for declared in fields(settings)}
-    hints = get_type_hints(type(settings))
+    allowed = allowed_of(type(settings))
+    left_open = {declared.name for declared in fields(settings) if declared_default(declared) is None}
     for name in (declared.name for declared in fields(of or settings)):
         value = getattr(settings, name)
-        if value is None and defaults[name] is None:
+        if name not in allowed or (value is None and name in left_open):
             continue
-        if hints[name] is bool and not isinstance(value, bool | None):  # a word is true in Python
+        if isinstance(allowed[name], Range):
+            require_number(name, value, allowed[name])
+        elif allowed[name] is not bool:
+            require_choice(name, value, allowed[name])
+        elif not isinstance(value, bool | None):  # a word is true in Python
             raise ValueError(f"{name}={value!r} is invalid: use True or False.")
-        if name in choices:
-            require_choice(name, value, choices[name])
-        if name in ranges:
-            require_number(name, value, ranges[name])

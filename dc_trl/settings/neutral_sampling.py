@@ -38,6 +38,8 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 _SERVER_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 # Settings that truncate a distribution without changing the ratios of what they keep, with the value that keeps all.
 TRUNCATIONS = {"top_p": 1.0, "top_k": 0, "min_p": None}
+# Fields of a configuration that say how an engine samples.
+SAMPLING_FIELDS = (*TRUNCATIONS, "repetition_penalty", "vllm_structured_outputs_regex")
 # Settings that a vLLM server takes from the model's generation_config where a request omits them (Qwen3's truncates to
 # 20 tokens), except temperature, with the value that has no effect.
 SERVER_DEFAULTS = {name: _NEUTRAL_VALUES[name][-1] for name in _SERVER_SETTINGS}

@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least`, or above `above`, to `most`; None is no bound."""
+    """Numbers from `least`, or above `above`, to `most`; by default without a bound."""
 
-    least: int | None = None
-    above: int | None = None
-    most: int | None = None
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
     whole: bool = False  # allow whole numbers alone
     infinite: bool = False  # allow +∞ too
 
@@ -22,17 +22,13 @@ class Range:
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value
-        return (
-            (abs(number) < math.inf or (self.infinite and number == math.inf))  # NaN is neither
-            and (self.least is None or number >= self.least)
-            and (self.above is None or number > self.above)
-            and (self.most is None or number <= self.most)
-        )
+        finite = self.infinite or number < math.inf
+        return finite and self.above < number and self.least <= number <= self.most  # which NaN is not
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number" if self.infinite else "a finite number"
         bounds = {"at least": self.least, "above": self.above, "at most": self.most}
-        return ", ".join([kind, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
+        return ", ".join([kind, *(f"{word} {bound}" for word, bound in bounds.items() if abs(bound) < math.inf)])
 
 
 COUNT = Range(least=1, whole=True)

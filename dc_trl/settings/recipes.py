@@ -1,20 +1,20 @@
 """Recipes: values for the fields of a `DCGRPOConfig` that its user leaves open.
 
-Of λ they say nothing: `ConstraintSettings.fill_in_multiplier` gives it the defaults of the form that a recipe sets.
+Of λ they say nothing: `ConstraintSettings` gives it the defaults of the form that a recipe sets.
 """
 
 from collections.abc import Mapping
+from dataclasses import Field
 from typing import Any, Literal
+
+from .fields import declared_default
 
 
 Recipe = Literal["trl", "paper", "lag", "format", "both"]
 
-_MEASURED = {
-    "constraint": "none",
-    "constraint_form": "injected",
-    "constraint_target": "all",
-    "train_through_quantization": False,
-}
+# Where nothing is constrained: fields that the asynchronous trainer has too.
+UNCONSTRAINED = {"constraint": "none", "constraint_form": "injected", "constraint_target": "all"}
+_MEASURED = UNCONSTRAINED | {"train_through_quantization": False}
 # arXiv 2606.08779, with which docs/study.md compares all methods.
 _OBJECTIVE = {"epsilon": 0.24, "loss_type": "grpo", "vllm_importance_sampling_correction": False}
 _PULL = {"constraint": "static", "constraint_form": "log_ratio"}
@@ -32,3 +32,15 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     "format": _MEASURED | _OBJECTIVE | _ALIGNED,
     "both": _MEASURED | _OBJECTIVE | _PULL | _ALIGNED,
 }
+
+
+def fill_in(settings: Any, values: Mapping[str, Any]) -> None:
+    """Give these values to those of the fields that are left open (None)."""
+    for name, value in values.items():
+        if getattr(settings, name) is None:
+            setattr(settings, name, value)
+
+
+def default_of(of: Field) -> Any:
+    """Return the default of a field, which for a field that is left open is the recipe's; None where it has none."""
+    return RECIPES["trl"].get(of.name) if of.default is None else declared_default(of)

@@ -16,13 +16,13 @@ from ..data.cleaning import clean, print_cleaning
 from ..data.dapo import load_dapo
 from ..data.prompts import BOXED_INSTRUCTION, Prompt, describe_counts, load_prompts, load_rows, make_prompt
 from ..grading.rewards import REWARDS
-from ..settings.contradictions import require_effect
-from ..settings.fields import require_fields, setting
+from ..settings.contradictions import CheckedSettings
+from ..settings.fields import setting
 from ..settings.ranges import COUNT, WHOLE
 
 
 @dataclass
-class DataArguments:
+class DataArguments(CheckedSettings):
     """The prompts, answers and rewards of a training configuration."""
 
     dataset_name: str | None = setting(
@@ -45,10 +45,6 @@ class DataArguments:
         False, "Measure greedy completions of the held-out problems at evaluations in between too (eval_strategy)."
     )
     rewards: list[str] = setting(["math"], "Reward functions: 'math', 'arithmetic', or dotted paths of your own.")
-
-    def __post_init__(self):
-        require_fields(self)
-        require_effect(self)
 
 
 def load_data(

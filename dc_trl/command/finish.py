@@ -1,5 +1,6 @@
-"""Runs a training to its end, and saves, summarizes and pushes it; an early end has an exit code."""
+"""Trains to the end of a run, and saves, summarizes and pushes it; an early end has an exit code."""
 
+import json
 import shlex
 import sys
 import time
@@ -7,18 +8,33 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
 
+from datasets import Dataset
+
 from ..callbacks.before_and_after import BeforeAndAfter
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..data.dapo import DAPO
+from ..files import write_text
 from ..hub.push import HubError, run_files
-from ..records.runs import HISTORY_FILE, SETTINGS_FILE, run_ended
+from ..records.runs import (
+    DEPLOYMENT_FOLDER,
+    FIGURE_FILE,
+    HISTORY_FILE,
+    MEASURED,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    Run,
+    outcome,
+    run_ended,
+)
+from ..records.tables import print_table
+from ..records.verdict import verdict_of
 from ..run.interruption import RunInterrupted, StopSignals
 from ..run.manifest import checkpoints, on_main_process
 from ..serving.errors import ServerError
+from ..settings.paths import serve_line
 from ..trainer import DCGRPOTrainer
-from .output import holds_weights
+from .build import holds_weights
 from .problems import DataArguments
-from .summary import summarize
 
 
 # Argument of `sys.exit`: None for success, the message of an error, or the exit code of a signal.
@@ -82,6 +98,37 @@ def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stac
     return error.exit_code if isinstance(error, RunInterrupted) else f"error: {error}"
 
 
+def summarize(trainer: DCGRPOTrainer) -> None:
+    """Print the run's verdict and what it changed, and save a summary beside the model."""
+    args, state = trainer.args, trainer.state
+    engine = ", ".join(filter(None, ["vLLM" if args.use_vllm else None, args.deployment_scheme])) or "model.generate"
+    logged = Run("", state.log_history, vars(args))
+    tokens, seconds = state.num_input_tokens_seen, sum(trainer.clock.seconds().values())
+    rows = [["tokens sampled and read", "", f"{tokens:,}"], ["training seconds", "", f"{seconds:.0f}"]]
+    verdict = verdict_of(logged)
+    print("\n".join(verdict.lines))
+    title = f"Deployed policy ({engine}), {state.global_step} steps, {args.constraint}"
+    if isinstance(trainer.eval_dataset, Dataset):  # a stream has no size
+        title += f", {len(trainer.eval_dataset)} held-out problems"
+    print_table(("", "before", "after"), [*outcome(logged), *rows], title)
+    measured = {name: logged.series(metric).values for name, metric in MEASURED.items()}
+    summary = {
+        "engine": engine,
+        "constraint": args.constraint,
+        "steps": state.global_step,
+        "before": {name: values[0] for name, values in measured.items() if values},
+        "after": {name: values[-1] for name, values in measured.items() if values},
+        "lambda": trainer.lagrange_multiplier.value,
+        "tokens": tokens,
+        "seconds": seconds,
+    }
+    write_text(Path(args.output_dir, SUMMARY_FILE), json.dumps(summary, indent=2) + "\n")
+    print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
+    if args.exports_deployment:
+        deployment = Path(args.output_dir, DEPLOYMENT_FOLDER)
+        print(f"Serve it: {serve_line(deployment)}" if verdict.worth_serving else f"The policy is in {deployment}")
+
+
 def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
     """Push the run, or only write its model card; report a failed push with the command that repeats it."""
     args = trainer.args
@@ -92,8 +139,7 @@ def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:
         trainer.push_to_hub(dataset_name=dataset_name, export=not args.exports_deployment)
     except HubError as error:
         words = ["hf", "upload", args.hub_model_id or "OWNER/MODEL", args.output_dir, "."]
-        files = run_files(args.output_dir, args.hub_deployment == "subfolder")
-        words += [word for name in files for word in ("--include", name)]
+        words += [word for name in run_files(args.output_dir) for word in ("--include", name)]
         command = shlex.join(words if args.hub_revision is None else [*words, "--revision", args.hub_revision])
         return f"error: {error}\nThe run is complete in {args.output_dir}. Push it later: {command}"
     return None

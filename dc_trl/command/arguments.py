@@ -8,16 +8,16 @@ from trl import ModelConfig
 
 from ..config import DCGRPOConfig
 from ..settings.configuration import ConfigurationParser
-from ..settings.contradictions import require_effect
+from ..settings.contradictions import CheckedSettings
 from ..settings.distribution import sharding_of
-from ..settings.fields import own_fields, require_fields, setting
+from ..settings.fields import own_fields, setting
 from ..settings.paths import shipped
 from ..settings.ranges import COUNT
 from .problems import DataArguments
 
 
 @dataclass
-class ServerArguments:
+class ServerArguments(CheckedSettings):
     """The vLLM server, where the run starts its own."""
 
     serve: Literal["auto"] | None = setting(
@@ -28,12 +28,9 @@ class ServerArguments:
     serve_devices: str | None = setting(None, "GPUs of the server that 'auto' starts: '3' or '2,3'.")
     serve_options: list[str] = setting([], "Further options of vllm serve for the server that 'auto' starts.")
 
-    def __post_init__(self):
-        require_fields(self)
-
 
 @dataclass
-class WatchArguments:
+class WatchArguments(CheckedSettings):
     """Decay of the learning rate, and alarm of a collapse, which react to the metrics of the run."""
 
     length_decay: bool = setting(
@@ -50,10 +47,6 @@ class WatchArguments:
         '"off" does nothing, "warn" warns once, and "stop" warns, ends the run and names the last good checkpoint '
         "to resume from. See docs/metrics.md.",
     )
-
-    def __post_init__(self):
-        require_fields(self)
-        require_effect(self)
 
 
 class RunArguments(NamedTuple):
@@ -97,7 +90,7 @@ HELP_GROUPS = {
     "seed length_aware_batches WatchArguments",
     "the output": "output_dir resume_from_checkpoint save_strategy save_steps save_total_limit logging_steps "
     "report_to eval_strategy eval_steps per_device_eval_batch_size export_run push_to_hub hub_model_id "
-    "hub_deployment hub_base_model_id",
+    "hub_base_model_id",
 }
 
 
@@ -114,7 +107,6 @@ def make_parser() -> ConfigurationParser:
 
 def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:
     """Refuse a server that the settings would not use."""
-    require_effect(server)
     named = args.vllm_server_base_url or args.vllm_server_base_urls
     if server.serve is not None and (named is not None or not args.use_vllm or args.vllm_mode != "server"):
         raise ValueError(

@@ -1,7 +1,9 @@
-"""Makes a trainer from a configuration. Errors of the input are found here, the cheapest checks first."""
+"""Makes the trainer of `dc-trl train` from its settings: output directory, data, the run's own server, callbacks.
+
+Errors of the input are found here, the cheapest checks first.
+"""
 
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,27 +17,29 @@ from ..callbacks.export import DeploymentCheckpointCallback
 from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
-from ..gate import require_startable
+from ..files import lock_output
+from ..gate import require_runnable
 from ..grading.rewards import get_reward
-from ..quantization.adapter import require_adapter_beside
+from ..hub.push import HubClient
 from ..records.changed_settings import changed_settings
+from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
 from ..run.history import HistoryCallback
-from ..run.manifest import on_main_process
-from ..sampling.engines import require_servers
+from ..run.manifest import checkpoints, on_main_process, resumable_checkpoint, set_aside_later
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say
-from ..settings.fields import ranges_of
+from ..settings.fields import require_fields
 from ..settings.paths import lora_options
 from ..settings.pretrained import load_config_and_tokenizer
-from ..settings.ranges import require_numbers
 from ..trainer import DCGRPOTrainer
-from .arguments import RunArguments, ServerArguments, WatchArguments, require_servable
-from .output import open_output
+from .arguments import RunArguments, WatchArguments, require_servable
 from .problems import load_data
 
 
 SERVER_LOG = "vllm_server.log"
+_WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
+# Files and folders that mark an output directory as one with a run.
+_RUN_FILES = (HISTORY_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *_WEIGHTS, "checkpoint-*")
 
 
 def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrainer, CollapseAlarmCallback | None]:
@@ -56,14 +60,12 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     args.resume_from_checkpoint = on_main_process(lambda: open_output(args, stack))
     rewards = [get_reward(name) for name in data.rewards]
     if model.use_peft:
-        require_numbers(model, ranges_of(type(model)))
+        require_fields(model)
     # Small files fail early.
-    config, tokenizer = load_config_and_tokenizer(
+    _, tokenizer = load_config_and_tokenizer(
         model.model_name_or_path, revision=model.model_revision, trust_remote_code=args.trust_remote_code
     )
     tokenizer.padding_side = "left"  # as TRL sets it where it loads the tokenizer itself
-    if args.use_vllm and args.vllm_mode == "server" and server.serve is None:
-        require_servers(args, config)
     prompts_per_step = args.generation_batch_size // args.num_generations
     steps = args.max_steps if args.max_steps > 0 else 1000
     train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
@@ -75,58 +77,83 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         **(args.model_init_kwargs or {}),
     }
     peft_config = get_peft_config(model)
-    if args.lora_deployment == "adapter" and peft_config is None:
-        require_adapter_beside(model.model_name_or_path)
-    quantization_config = get_quantization_config(model)
-    arguments_of_both = {
+    given = {
+        "model": model.model_name_or_path,
         "reward_funcs": rewards,
         "args": args,
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
         "processing_class": tokenizer,
+        "peft_config": peft_config,
+        "quantization_config": get_quantization_config(model),
     }
     # The trainer makes the same checks, but only after the server has taken a minute to start, and it knows the
     # model by another name.
-    require_startable(
-        model=model.model_name_or_path,
-        peft_config=peft_config,
-        quantization_config=quantization_config,
-        field="model_name_or_path",
-        **arguments_of_both,
-    )
+    require_runnable(field="model_name_or_path", has_servers=server.serve is None, **given)
     if server.serve is not None and PartialState().is_main_process:
         lora = lora_options(peft_config.r) if args.lora_deployment == "adapter" else []
-        started = replace(server, serve_options=[*lora, *server.serve_options])
-        start_server(started, args, model.model_name_or_path, model.model_revision, stack)
+        start_server(arguments, lora, stack)
     settings = changed_settings(data) | changed_settings(server) | changed_settings(watch)
-    trainer = DCGRPOTrainer(
-        model=model.model_name_or_path,
-        callbacks=[HistoryCallback(settings)],
-        quantization_config=quantization_config,
-        peft_config=peft_config,
-        **arguments_of_both,
-    )
+    trainer = DCGRPOTrainer(callbacks=[HistoryCallback(settings)], **given)
     alarm = add_callbacks(trainer, watch)
     return trainer, alarm
 
 
-def start_server(server: ServerArguments, args: DCGRPOConfig, model: str, revision: str, stack: ExitStack) -> None:
-    """Start the run's own server and write its address into `args`; it ends when the stack is closed."""
-    gpu_options = ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:
+    """Lock the output directory until the stack is closed, and return the checkpoint to resume from.
+
+    Raises:
+        ValueError: the directory holds a run that is not resumed, another run writes to it, or it cannot be written.
+        HubError: the Hub refuses the repository of a run that will be pushed.
+    """
+    output_dir = Path(args.output_dir)
+    stack.enter_context(lock_output(output_dir))
+    checkpoint = resumable_checkpoint(args.resume_from_checkpoint, output_dir)
+    if anew := checkpoint is None and str(args.resume_from_checkpoint).lower() == "auto":
+        set_aside_later(output_dir, None)
+    # The checkpoint of another run is continued in a directory that holds none.
+    if checkpoint is None or Path(checkpoint).resolve().parent != output_dir.resolve():
+        _require_no_run(output_dir, anew)
+    if args.push_to_hub:
+        name = args.hub_model_id or output_dir.absolute().name
+        HubClient(args).create_repo(name, private=args.hub_private_repo)
+    return checkpoint
+
+
+def _require_no_run(output_dir: Path, anew: bool) -> None:
+    """Refuse a directory that holds a run; with `anew`, accept one that was killed before its first checkpoint."""
+    found = {path.name for pattern in _RUN_FILES for path in output_dir.glob(pattern)}
+    # A run that was killed before its first step ended is not worth keeping.
+    if found <= {HISTORY_FILE}:
+        history = read_history(output_dir / HISTORY_FILE) if HISTORY_FILE in found and not anew else []
+        if not any(row["step"] > 0 for row in history):
+            return
+    has, remedy = "a run", "continue that run with --resume_from_checkpoint true"
+    if not checkpoints(output_dir):
+        has, remedy = "a run without a checkpoint", "remove that run"
+    raise ValueError(f"output_dir={str(output_dir)!r} already holds {has}: choose another output_dir, or {remedy}.")
+
+
+def holds_weights(folder: Path) -> bool:
+    """Return whether a run has left its weights."""
+    return any(path for name in _WEIGHTS for path in folder.glob(name))
+
+
+def start_server(arguments: RunArguments, options: list[str], stack: ExitStack) -> None:
+    """Start the run's own server and write its address into the arguments; it ends when the stack is closed."""
+    _, server, _, args, model = arguments
+    if torch.cuda.is_available():
+        options = ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization), *options]
     running = stack.enter_context(
         serve(
-            model,
+            model.model_name_or_path,
             args.deployment_scheme or "bf16",
-            revision=revision,
+            revision=model.model_revision,
             max_model_len=args.vllm_max_model_length,
             start_timeout=args.vllm_server_timeout,
             log_path=Path(args.output_dir, SERVER_LOG),
             environment={"CUDA_VISIBLE_DEVICES": server.serve_devices} if server.serve_devices else {},
-            options=[
-                *(gpu_options if torch.cuda.is_available() else []),
-                *([ROUTES_OPTION] if args.routing_replay else []),
-                *server.serve_options,
-            ],
+            options=[*[ROUTES_OPTION] * args.routing_replay, *options, *server.serve_options],
             report=say,
         )
     )

@@ -1,1 +1,0 @@
-"""The steps from a user's configuration to a running trainer."""
