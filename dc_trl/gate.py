@@ -328,21 +328,23 @@ class Limits(NamedTuple):
     def require(self, prompt_ids: Sequence[Sequence[int]], prompts: list) -> None:
         """Raise a ValueError for the first of the prompts that is empty or that the model cannot read completely."""
         for ids, prompt in zip(prompt_ids, prompts, strict=True):
-            named = f"the prompt {excerpt(prompt)}"
             if not ids:
-                raise ValueError(f"{named} has no tokens: leave out such rows, for example with filter.")
+                raise ValueError(
+                    f"the prompt {excerpt(prompt)} has no tokens: leave out such rows, for example with filter."
+                )
             if max(ids) >= self.tokens:
                 raise ValueError(
-                    f"{named} has the token id {max(ids)}, and the model's input embedding has {self.tokens} rows: "
+                    f"the prompt {excerpt(prompt)} has the token id {max(ids)}, and the model's input embedding has "
+                    f"{self.tokens} rows: "
                     "give the tokenizer of this model, or make room by model.resize_token_embeddings(len(tokenizer)) "
                     "and train with tokens that it knows."
                 )
             room = 1 if self.extrapolates else self.completion
             if self.context is not None and len(ids) + room > self.context:
                 raise ValueError(
-                    f"{named} has {len(ids)} tokens, with max_completion_length={self.completion}, and the model "
-                    f"reads {self.context} in all: lower max_completion_length, or leave longer prompts out "
-                    "(max_prompt_length in a configuration, dataset.filter in Python)."
+                    f"the prompt {excerpt(prompt)} has {len(ids)} tokens, with max_completion_length="
+                    f"{self.completion}, and the model reads {self.context} in all: lower max_completion_length, or "
+                    "leave longer prompts out (max_prompt_length in a configuration, dataset.filter in Python)."
                 )
 
     def warn(self, prompt_ids: Sequence[Sequence[int]]) -> None:
