@@ -9,8 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from dc_trl.data.arithmetic import arithmetic_problems
-
-from .helpers import ROOT, TINY_MODEL, load_script
+from tests.helpers import ROOT, TINY_MODEL, load_script
 
 
 @pytest.fixture

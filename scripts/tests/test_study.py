@@ -31,8 +31,7 @@ from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.tables import markdown_table
 from dc_trl.training.arguments import RunArguments
-
-from .helpers import ROOT, TINY_MODEL, load_script, make_config, succeed
+from tests.helpers import ROOT, TINY_MODEL, load_script, make_config, succeed
 
 
 asynchronous = load_script("study/asynchronous")

@@ -4,14 +4,14 @@ import json
 import multiprocessing
 import sys
 
+import planning_measured as measured
 import pytest
 import torch
 from accelerate.utils import calculate_maximum_sizes
+from planning_measured import plan
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from . import planning_measured as measured
-from .helpers import ROOT, TINY_MODEL, make_experts, make_model
-from .planning_measured import plan
+from tests.helpers import ROOT, TINY_MODEL, make_experts, make_model
 
 
 MODELS = ROOT / "configs" / "models"
