@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.rollouts.replica import Replica
 
-from .helpers import TINY_MODEL, make_tokenizer
+from .helpers import make_tokenizer, tiny_model
 
 
 PROMPTS: list[list[int]] = make_tokenizer().apply_chat_template(
@@ -57,6 +57,6 @@ class SampledBy(TrainerCallback):
             self.gaps.append((present, before))
 
     def _gap(self, served: Choices, weights: dict[str, Any]) -> float:
-        model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+        model = tiny_model()
         model.load_state_dict(weights)
         return mean_gap(served, model, self._scheme)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import math
 import os
 import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -32,7 +36,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.calibration.causes import disturb, view_of
-from dc_trl.command import call
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.sampled_tokens import SampledTokens
 
@@ -60,8 +63,37 @@ def succeed(command: list, **options: Any) -> subprocess.CompletedProcess:
     return done
 
 
+@contextmanager
+def refuses(kind: type[BaseException], *words: object) -> Iterator[pytest.ExceptionInfo]:
+    """What ends in this error, whose message has all these words: a setting with its value, and what to change."""
+    with pytest.raises(kind) as refused:
+        yield refused
+    missing = [word for word in map(str, words) if word not in str(refused.value)]
+    assert not missing, refused.value
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def read_rows(path: Path) -> list[Any]:
+    """Objects of a file that has one in each line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> str:
+    """Writes one object a line; returns the path as a text."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def make_tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(TINY_MODEL)
+
+
+def tiny_model(dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+    """The model that ships."""
+    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=dtype, **options)
 
 
 def make_model(hidden_size: int = 32, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
@@ -142,6 +174,17 @@ def make_experts(width: int = 64, seed: int = 0) -> Qwen3MoeForCausalLM:
             initializer_range=0.1,  # wide, so that probabilities differ
         )
     )
+
+
+def random_model(config: type, **fields: Any) -> PreTrainedModel:
+    """A random model of any architecture, with one layer."""
+    sizes = {"vocab_size": 262, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return AutoModelForCausalLM.from_config(config(**sizes | heads | fields))
+
+
+# Fields of a mixture in a layout that no engine reads quantized, or that no checkpoint names one by one.
+TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
 def make_prompts(count: int = 16) -> Dataset:
@@ -253,9 +296,9 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-def program(name: str) -> SimpleNamespace:
-    """`dc-trl NAME` with the words of `sys.argv`, in this process."""
-    return SimpleNamespace(main=lambda: call(name))
+def as_words(options: dict[str, Any]) -> list[str]:
+    """Options of a command line."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def completion_logits(model: Any, batch: dict[str, torch.Tensor], **inputs: torch.Tensor) -> torch.Tensor:
@@ -271,6 +314,19 @@ def completion_logps(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor
     with torch.no_grad():
         logps = completion_logits(model, batch).float().log_softmax(-1)
     return logps.gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
+
+
+@torch.no_grad()
+def plain_logps(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """log π of a completion by one forward of prompt and completion."""
+    logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
+
+
+def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    """All parameters of two models are equal, bit for bit."""
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name
 
 
 class Watch(TrainerCallback):
@@ -315,6 +371,10 @@ class Watch(TrainerCallback):
             torch.testing.assert_close(lag, expected[tokens.scored], rtol=0, atol=tolerance)
             found.append(lag)
         return found
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from dc_trl.constraint.mismatch import mismatch_metrics
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.rollouts.replica import Replica
 
-from .helpers import TINY_MODEL, load_script, logged, make_model, make_prompts
+from .helpers import SMALL_RUN, TINY_MODEL, load_script, logged, make_model, make_prompts, refuses
 from .vllm_server import complete, requires_vllm
 
 
@@ -110,21 +110,9 @@ def make_trainer(monkeypatch, policy, tokenizer, tmp_path):
     def make(kind=AsyncDCGRPOTrainer, samples=None, peft_config=None, **fields):
         config = AsyncDCGRPOConfig if kind is AsyncDCGRPOTrainer else AsyncGRPOConfig
         args = config(
-            **{
-                "output_dir": str(tmp_path / kind.__name__),
-                "use_cpu": True,
-                "bf16": False,
-                "gradient_checkpointing": False,
-                "per_device_train_batch_size": 4,
-                "gradient_accumulation_steps": 2,
-                "num_generations": 4,
-                "max_steps": 2,
-                "token_budget": 0,
-                "learning_rate": 1e-2,
-                "save_strategy": "no",
-                "report_to": "none",
-                "disable_tqdm": True,
-            }
+            **SMALL_RUN
+            | {"output_dir": str(tmp_path / kind.__name__), "gradient_accumulation_steps": 2, "token_budget": 0}
+            | {"max_steps": 2}
             | fields
         )
         return kind(
@@ -246,7 +234,7 @@ def test_truncated_sampling_has_another_name(make_trainer, caplog):
     trainer.train()
     assert len(logged(trainer, "discrepancy_truncated/mean")) == 2
     assert not logged(trainer, "discrepancy/mean")
-    assert len([record for record in caplog.records if "top_p=0.9: the sampler drops" in record.message]) == 1
+    assert len([record for record in caplog.records if "top_p=0.9" in record.message]) == 1
 
 
 # --- a training
@@ -355,7 +343,8 @@ def test_the_lag_of_each_sample_is_that_of_the_weights_that_began_it(make_traine
 
 def test_versions_of_a_whole_model_are_not_kept(make_trainer):
     for fields in ({"discrepancy_split": True}, {"constraint": "static", "constraint_target": "lag"}):
-        with pytest.raises(ValueError, match=r"=('lag'|True) needs every version .* max_staleness=4 .* peft_config"):
+        name, value = list(fields.items())[-1]
+        with refuses(ValueError, f"{name}={value!r}", "max_staleness=4", "peft_config"):
             make_trainer(**fields)
 
 
@@ -427,26 +416,26 @@ def test_a_step_whose_every_token_is_masked_teaches_nothing(make_trainer):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"deployment_scheme": "fp8"}, "deployment_scheme='fp8' contradicts AsyncGRPO"),
+        ({"deployment_scheme": "fp8"}, "deployment_scheme='fp8'"),
         ({"rollout_correction": "token_truncate"}, "rollout_correction='token_truncate'"),
-        ({"constraint": "static", "top_p": 0.9}, "top_p=0.9 makes the engine sample"),
+        ({"constraint": "static", "top_p": 0.9}, "top_p=0.9"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(tmp_path, fields, message):
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_cannot_work_are_refused(tmp_path, fields, named):
+    with refuses(ValueError, named):
         AsyncDCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **fields)
 
 
 def test_trls_own_settings_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="AsyncDCGRPOConfig"):
+    with refuses(TypeError, "AsyncDCGRPOConfig"):
         AsyncDCGRPOTrainer("model", args=AsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
 
 
 def test_what_would_train_nothing_is_refused_as_in_the_other_trainer(tmp_path, policy):
     config = AsyncDCGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False)
-    with pytest.raises(ValueError, match="train_dataset has 0 rows"):
+    with refuses(ValueError, "train_dataset", "0 rows"):
         AsyncDCGRPOTrainer(policy, [], config, Dataset.from_dict({"prompt": []}), rollout_worker=Worker([]))
 
 
@@ -458,23 +447,9 @@ def test_a_real_server_samples_beside_the_training_and_gets_each_steps_weights(m
     monkeypatch.setattr(packing, "_flash_attn", lambda: asynchronous.Attention)
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
     tokenizer = asynchronous.tokenizer_of(str(TINY_MODEL))
-    args = AsyncDCGRPOConfig(
-        str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=48,
-        max_staleness=2,
-        max_steps=4,
-        token_budget=0,
-        learning_rate=1e-3,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        vllm_server_base_url=fp8_server.url,
-    )
+    sizes = {"per_device_train_batch_size": 8, "max_completion_length": 48, "learning_rate": 1e-3, "token_budget": 0}
+    steps = {"max_staleness": 2, "max_steps": 4, "vllm_server_base_url": fp8_server.url}
+    args = AsyncDCGRPOConfig(str(tmp_path), **SMALL_RUN | sizes | steps)
     transfer = asynchronous.CheckpointTransfer(str(TINY_MODEL), "fp8", fp8_server.url, weight_sync_dir=str(tmp_path))
     trainer = asynchronous.AgesTrainer(
         str(TINY_MODEL),

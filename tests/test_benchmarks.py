@@ -11,6 +11,7 @@ from dc_trl.data.dapo import load_dapo
 from dc_trl.data.sources import FEATURES
 from dc_trl.grading import is_gradable
 
+from .helpers import refuses, write_rows
 from .test_data import SHARED_DATA, requires_shared_data
 
 
@@ -33,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 def write(tmp_path):
     def write(*rows, name="rows.jsonl"):
         path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
         return str(path)
 
     return write
@@ -94,15 +95,13 @@ def test_rows_of_every_benchmark(write, name, row, expected):
 
 
 def test_what_cannot_be_loaded_is_said(write, tmp_path):
-    with pytest.raises(ValueError, match="benchmark='aime' is unknown: choose one of 'aime24'"):
+    with refuses(ValueError, "benchmark='aime'", "'aime24'"):
         load_benchmark("aime")
-    with pytest.raises(ValueError, match=r"benchmark 'amc23': file='.*none\.jsonl' is no data file"):
+    with refuses(ValueError, "benchmark 'amc23'", "file='", "none.jsonl'"):
         load_benchmark("amc23", str(tmp_path / "none.jsonl"))
-    with pytest.raises(
-        ValueError, match="benchmark 'amc23': a row holds none of the fields 'question', 'problem': it has q"
-    ):
+    with refuses(ValueError, "benchmark 'amc23'", "'question', 'problem'", "has q"):
         load_benchmark("amc23", write({"q": "Q?", "answer": 1}))
-    with pytest.raises(ValueError, match="benchmark 'minerva': minerva/0 has no problem or no gold answer"):
+    with refuses(ValueError, "benchmark 'minerva'", "minerva/0", "gold answer"):
         load_benchmark("minerva", write({"question": "Q?", "solution": "none"}))
 
 

@@ -30,6 +30,7 @@ from .helpers import (
     make_config,
     make_model,
     make_prompts,
+    refuses,
 )
 from .test_trainer import ALIGNED, MISALIGNED, ByStep, make_trainer
 
@@ -135,16 +136,22 @@ def test_several_corrections_by_hand(tmp_path, value, expected):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"rollout_correction": ["geometric_mask", "token_truncate"]}, "token_truncate masks no token"),
-        ({"rollout_correction": "icepop, geometric_mask(a)"}, "at most two bounds"),
-        ({"rollout_correction": ["token_truncate", "icepop"], "rollout_correction_max": 3.0}, "leave them out"),
-        ({"rollout_correction": "tv_mask", "rollout_correction_min": 0.1}, r"tokens, lower\), which it does not"),
-        ({"rollout_correction": "icepop(5, 0.5)"}, "icepop masks every token"),
-        ({"rollout_correction": "none", "rollout_correction_min": 0.5}, "rollout_correction_min"),
+        ({"rollout_correction": ["geometric_mask", "token_truncate"]}, ["'geometric_mask, token_truncate'", "first"]),
+        ({"rollout_correction": "icepop, geometric_mask(a)"}, ["'icepop, geometric_mask(a)'", "two bounds"]),
+        (
+            {"rollout_correction": ["token_truncate", "icepop"], "rollout_correction_max": 3.0},
+            ["rollout_correction_max", "'token_truncate, icepop'", "leave them out"],
+        ),
+        ({"rollout_correction": "tv_mask", "rollout_correction_min": 0.1}, ["'tv_mask'", "'lower'", "leave"]),
+        ({"rollout_correction": "icepop(5, 0.5)"}, ["'icepop(5, 0.5)'", "lower bound"]),
+        (
+            {"rollout_correction": "none", "rollout_correction_min": 0.5},
+            ["rollout_correction_min=0.5", "rollout_correction='none'"],
+        ),
     ],
 )
 def test_corrections_that_do_not_combine_are_refused(tmp_path, fields, words):
-    with pytest.raises(ValueError, match=words):
+    with refuses(ValueError, *words):
         make_config(tmp_path, constraint="none", deployment_scheme="fp8", **fields)
 
 

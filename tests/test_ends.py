@@ -1,6 +1,5 @@
 """How a training ends: finished already, begun anew, or by an error of whoever takes part in it."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from transformers.trainer_utils import TrainOutput
 from dc_trl.resuming.checkpoints import checkpoint_defect, checkpoints
 
 from . import helpers
-from .helpers import ROOT, TWO_PROCESSES, distinct_characters, make_prompts, untimed_rows
+from .helpers import ROOT, TWO_PROCESSES, distinct_characters, make_prompts, read_rows, untimed_rows
 
 
 def make_trainer(folder, reward=None, prompts=16, evaluated=False, **options):
@@ -56,7 +55,7 @@ def test_a_finished_run_is_not_trained_any_further(tmp_path):
             name: at for name, at in left.items() if name.parent.name == f"checkpoint-{done}"
         }
     assert [path.name for path in checkpoints(tmp_path).values()] == [f"checkpoint-{done}"]
-    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    history = read_rows(tmp_path / "history.jsonl")
     assert {row["step"] for row in history if "train_runtime" in row} == {done}
     further = EPOCHS | {"max_steps": done + 2}
     again = make_trainer(tmp_path, export_run=True, **further)

@@ -1,14 +1,12 @@
 """What two processes make of a fault that only one of them meets, and what is asked of a server again."""
 
-import json
-
 import pytest
 
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.serving.errors import ServerError
 
 from . import helpers
-from .helpers import TWO_PROCESSES, at_server, make_model, succeed
+from .helpers import TWO_PROCESSES, at_server, make_model, read_json, succeed
 from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 
@@ -22,7 +20,7 @@ def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     with stub_server() as server:
         succeed([*TWO_PROCESSES, "-m", "tests.fault_worker", server.url, str(folder)], timeout=1200)
-    first, second = json.loads((folder / "seen.json").read_text())
+    first, second = read_json(folder / "seen.json")
     assert first == second
     return first | {"folder": folder}
 

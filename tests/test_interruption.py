@@ -15,7 +15,7 @@ import pytest
 
 from dc_trl.resuming.checkpoints import checkpoint_defect
 
-from .helpers import DEFAULT_SIGINT, ROOT, TWO_PROCESSES, load_script
+from .helpers import DEFAULT_SIGINT, ROOT, TWO_PROCESSES, load_script, read_json, read_rows, refuses
 
 
 # Processes that import torch and TRL, or train, on a machine that may have other work.
@@ -115,7 +115,7 @@ def launch(monkeypatch):
 
 def rows(folder):
     names = ("step", "loss", "grad_norm", "reward", "discrepancy/mean", "lagrangian/lambda")
-    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    history = read_rows(folder / "history.jsonl")
     return [{name: row.get(name) for name in names} for row in history if "loss" in row]
 
 
@@ -167,13 +167,13 @@ def test_a_run_that_is_stopped_before_its_first_step_begins_again_by_the_same_co
     # Nor does one that was killed there keep its directory.
     (run.folder / "history.jsonl").write_text('{"step": 0, "eval_reward": 0.5}\n')
     launch(output_dir=run.folder, eval_size=16, max_steps=1)
-    summary = json.loads((run.folder / "summary.json").read_text())
+    summary = read_json(run.folder / "summary.json")
     assert {"greedy", "reward"} <= summary["before"].keys() & summary["after"].keys()
-    with pytest.raises(SystemExit, match="already holds a run"):
+    with refuses(SystemExit, "already holds a run"):
         launch(output_dir=run.folder, eval_size=16, max_steps=1)
     # Nor is it replaced by another run's checkpoint.
     launch(output_dir=tmp_path / "other", max_steps=1, save_steps=1)
-    with pytest.raises(SystemExit, match="already holds a run"):
+    with refuses(SystemExit, "already holds a run"):
         launch(output_dir=run.folder, max_steps=2, resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-1"))
 
 
@@ -231,7 +231,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, launch, capsys):
     for name in ("summary.json", "model.safetensors"):
         (tmp_path / "run" / name).unlink()
     launch(**options)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    assert read_json(tmp_path / "run" / "summary.json")["steps"] == 2
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
@@ -243,9 +243,9 @@ def test_auto_begins_again_after_a_kill_within_the_first_save(tmp_path, launch):
             path.unlink() if path.is_file() else shutil.rmtree(path)
     (folder / "checkpoint-2" / "manifest.json").unlink()
     options = {"output_dir": folder, "max_steps": 2, "save_steps": 2}
-    with pytest.raises(SystemExit, match="already holds a run"):
+    with refuses(SystemExit, "already holds a run"):
         launch(**options)
-    with pytest.raises(SystemExit, match="holds no whole checkpoint"):
+    with refuses(SystemExit, "holds no whole checkpoint"):
         launch(resume_from_checkpoint="true", **options)
     launch(resume_from_checkpoint="auto", **options)
     assert checkpoint_defect(folder / "checkpoint-2") is None

@@ -11,7 +11,7 @@ from dc_trl.command.report import main as report
 from dc_trl.command.train import train
 from dc_trl.files import LOCK_FILE, append_text, lock_output, write_bytes, write_text
 
-from .helpers import ROOT, Rollouts, make_trainer
+from .helpers import ROOT, Rollouts, make_trainer, refuses
 
 
 WORDS = [
@@ -114,12 +114,12 @@ def test_writers_replace_or_refuse(tmp_path, kind):
         path.symlink_to(target if kind == "symbolic" else tmp_path / "nothing")
 
     plant_it(link)
-    with pytest.raises(OSError, match="remove it") as refused:
+    with refuses(OSError, "remove it") as refused:
         append_text(link, "theirs")
     assert str(link) in str(refused.value)
     (tmp_path / "run").mkdir()
     plant_it(tmp_path / "run" / LOCK_FILE)
-    with pytest.raises(ValueError, match="cannot be written"), lock_output(tmp_path / "run"):
+    with refuses(ValueError, "cannot be written"), lock_output(tmp_path / "run"):
         pass
     plant_it(tmp_path / ".link.tmp")
     write_bytes(link, b"ours")

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from dc_trl import LengthDecaySchedule, SurgeDetector
 
+from .helpers import refuses
+
 
 # --- the schedule ---------------------------------------------------------------------------------------------------
 
@@ -87,12 +89,12 @@ def test_a_period_that_is_given_anew_holds_from_the_resumption_on():
 
 @pytest.mark.parametrize("period", [0, 1.5])
 def test_invalid_numbers_are_refused(period):
-    with pytest.raises(ValueError, match=r"floor=1\.1 is invalid"):
+    with refuses(ValueError, "floor=1.1 is invalid"):
         LengthDecaySchedule(make_optimizer(), floor=1.1)
-    with pytest.raises(ValueError, match=r"decay_period=.* is invalid"):
+    with refuses(ValueError, "decay_period=", "is invalid"):
         LengthDecaySchedule(make_optimizer(), decay_period=period)
     schedule = LengthDecaySchedule(make_optimizer(), decay_period=7)
-    with pytest.raises(ValueError, match=r"decay_period=.* is invalid"):
+    with refuses(ValueError, "decay_period=", "is invalid"):
         schedule.decay_period = period
 
 

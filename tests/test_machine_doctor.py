@@ -28,7 +28,7 @@ from dc_trl.doctor.run import (
 )
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 
-from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL
+from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL, refuses
 from .vllm_server import requires_vllm, wait_until_gone
 
 
@@ -108,7 +108,7 @@ def test_a_step_trains_and_samples_with_the_new_weights():
 
 
 def test_an_engine_that_keeps_old_weights_fails():
-    with pytest.raises(RuntimeError, match="the engine seems to sample with old weights: δ̄ is "):
+    with refuses(RuntimeError, "the engine seems to sample with old weights: δ̄ is"):
         list(smoke._train(Setup(str(TINY_MODEL), "cpu", os.devnull), "bf16", weight_sync_steps=2))
 
 

@@ -15,7 +15,7 @@ from dc_trl.serving.pool import ServerPool, meet_servers
 from dc_trl.serving.router import RoutedServers
 
 from . import helpers
-from .helpers import at_server, make_model
+from .helpers import at_server, make_model, refuses
 from .stub_server import Router, completions, stub_server
 
 
@@ -204,7 +204,7 @@ def test_when_all_are_lost_they_are_tried_again(stubs, lines, weights, no_pauses
     pool = make_pool(stubs, lines, max_retries=2)
     for stub in stubs:
         stub.says = {"/v1/completions": (400, "too long")}
-    with pytest.raises(ServerError, match=r"refused /v1/completions \(HTTP 400\): too long$"):  # in one try
+    with refuses(ServerError, "refused /v1/completions (HTTP 400): too long"):  # in one try
         generate(pool)
     for stub in stubs:
         stub.says = {}
@@ -226,7 +226,7 @@ def test_when_all_are_lost_they_are_tried_again(stubs, lines, weights, no_pauses
     assert min(counts.values()) == 1
     for stub in stubs:
         stub.failures = {"/v1/completions": 10**6}
-    with pytest.raises(ServerError, match=r"tried 3 times: vllm_max_retries") as error:
+    with refuses(ServerError, "tried 3 times: vllm_max_retries") as error:
         generate(pool)
     assert all(stub.url in str(error.value) for stub in stubs)
 
@@ -249,7 +249,7 @@ def test_weights_that_change_behind_a_router_make_its_whole_rollout_void(stubs, 
 @pytest.mark.parametrize("routed", [False, True])
 def test_prompts_with_images_are_refused(stubs, lines, routed):
     pool = make_pool(stubs, lines, router=stubs[0] if routed else None)
-    with pytest.raises(ServerError, match=r"images .* set vllm_server_base_url in place of"):
+    with refuses(ServerError, "images", "set vllm_server_base_url in place of"):
         pool.image_features([None, ["image"]])
 
 
@@ -272,7 +272,7 @@ def test_servers_that_would_get_no_weights_are_refused(stubs, tmp_path):
     for fields in ({}, {"vllm_server_base_urls": others}):
         with pytest.raises(ServerError, match=f"{one} is a router with 3 servers, and {len(fields) + 1} would get"):
             helpers.make_trainer(tmp_path, make_model(64), **at_server(one) | fields)
-    with pytest.raises(ValueError, match=r"contradicts vllm_server_base_urls=.*set weight_sync='auto'"):
+    with refuses(ValueError, "contradicts vllm_server_base_urls=", "set weight_sync='auto'"):
         helpers.make_config(tmp_path, **at_server(one), vllm_server_base_urls=others[:1], weight_sync="nccl")
 
 

@@ -1,6 +1,5 @@
 """The README's commands and code, and those of the tour that goes on from it, as they stand there."""
 
-import json
 import os
 import re
 import shlex
@@ -9,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from .helpers import ROOT, succeed
+from .helpers import ROOT, read_json, succeed
 from .vllm_server import requires_vllm, wait_until_gone
 
 
@@ -90,7 +89,7 @@ def test_the_command_that_starts_a_vllm_server(workplace):
     assert "training seconds" in output
     folder = workplace / "runs" / "quickstart-vllm"
     assert {file.name for file in folder.iterdir()} >= OUTPUTS
-    assert "quantization_config" in json.loads((folder / "deployment" / "config.json").read_text())
+    assert "quantization_config" in read_json(folder / "deployment" / "config.json")
     # Its processes begin in its directory, and others may serve beside this test.
     wait_until_gone([one for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(workplace)], timeout=20)
 

@@ -18,7 +18,7 @@ from dc_trl.rollouts.replica import Replica
 from dc_trl.training.arguments import RunArguments
 from dc_trl.training.build import build_trainer
 
-from .helpers import ROOT, floor_and_format, logged, succeed, tensors_in
+from .helpers import ROOT, floor_and_format, logged, read_json, succeed, tensors_in
 from .vllm_server import Serve, requires_vllm
 
 
@@ -112,7 +112,7 @@ def test_its_command_trains_exports_and_measures_before_and_after(tmp_path):
     history = map(json.loads, (tmp_path / "run" / "history.jsonl").read_text().splitlines())
     (step,) = (row for row in history if "loss" in row)
     assert 0.01 < step["discrepancy/mean"] < 0.08
-    config = json.loads((tmp_path / "run" / "deployment" / "config.json").read_text())
+    config = read_json(tmp_path / "run" / "deployment" / "config.json")
     assert config["quantization_config"]["format"] == "float-quantized"
 
 

@@ -14,7 +14,7 @@ from dc_trl.records.settings import changed_settings
 from dc_trl.report.panels import panels_of, plot_run
 from dc_trl.report.run_report import write_report
 
-from .helpers import Rollouts, make_config, make_trainer, succeed
+from .helpers import Rollouts, make_config, make_trainer, read_json, refuses, succeed, write_rows
 from .html_reader import Reader, require_self_contained
 
 
@@ -43,7 +43,7 @@ def make_rows(steps=4, **metrics):
 def make_run(folder, rows=None, settings=None, summary=None):
     folder.mkdir(parents=True)
     rows = make_rows() if rows is None else rows
-    (folder / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "history.jsonl", rows)
     for name, value in (("settings.json", settings), ("summary.json", summary)):
         if value is not None:
             (folder / name).write_text(json.dumps(value))
@@ -246,7 +246,7 @@ def test_without_an_output_the_page_is_in_the_run(tmp_path, capsys):
     assert str(run / "report.html") in capsys.readouterr().out
     report_command.main([str(run), "--output", str(tmp_path / "page.html"), "--title", "Mine"])
     assert read_report(tmp_path / "page.html").texts["h1"] == ["Mine"]
-    with pytest.raises(SystemExit, match=r"error: .*none"):
+    with refuses(SystemExit, "error:", "none"):
         report_command.main([str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()
 
@@ -278,7 +278,7 @@ def test_a_trainer_leaves_what_a_report_needs_and_no_secret(tmp_path):
     for path in run.rglob("*"):
         if path.is_file():
             assert SECRET.encode() not in path.read_bytes(), path
-    settings = json.loads((run / "settings.json").read_text())
+    settings = read_json(run / "settings.json")
     assert "hub_token" not in settings
     assert settings["dataset_name"] == "mine"
     assert settings["lambda_init"] == 0.25
@@ -294,9 +294,9 @@ def test_a_trainer_leaves_what_a_report_needs_and_no_secret(tmp_path):
 
     # A second run in the same directory begins its own files and keeps the first one's.
     make_trainer(run, max_steps=1, **options).train()
-    assert json.loads((run / "settings.1.json").read_text()) == settings
+    assert read_json(run / "settings.1.json") == settings
     assert read_history(run / "history.1.jsonl") == history
-    assert json.loads((run / "settings.json").read_text())["max_steps"] == 1
+    assert read_json(run / "settings.json")["max_steps"] == 1
 
 
 def test_settings_are_json_without_secrets(tmp_path):

@@ -6,8 +6,7 @@ import sys
 
 import psutil
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from trl.generation.vllm_client import VLLMClient
 
 from dc_trl.serving.client import ServerClient
@@ -17,7 +16,18 @@ from dc_trl.serving.fit import check_server
 from dc_trl.serving.server import VLLMServer
 
 from .gaps import PROMPTS, mean_gap
-from .helpers import ROOT, TINY_MODEL, at_server, make_model, make_tokenizer, make_trainer, program, succeed
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    at_server,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+    program,
+    refuses,
+    succeed,
+    tiny_model,
+)
 from .stub_server import stub_server
 from .vllm_server import Serve, complete, requires_vllm, serving, wait_until_gone
 
@@ -87,7 +97,7 @@ def test_an_api_key_is_asked_for_and_kept_secret(guarded, monkeypatch):
     assert "--hf-token '(hidden)'" in guarded.output
     assert TOKEN not in shown
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    with pytest.raises(ServerError, match="VLLM_API_KEY"):
+    with refuses(ServerError, "VLLM_API_KEY"):
         ServerClient(guarded.url())
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     assert ServerClient(guarded.url()).generate(["12+34="], max_tokens=2)["completion_ids"]
@@ -101,7 +111,7 @@ def test_an_api_key_is_asked_for_and_kept_secret(guarded, monkeypatch):
 def test_another_scheme_reloads_in_place(guarded, tmp_path, monkeypatch):
     """int4; int8 is the doctor's, bf16 the servers' that are killed."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    untrained, policy = (AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32) for _ in range(2))
+    untrained, policy = (tiny_model() for _ in range(2))
     fields = at_server(guarded.url()) | {"vllm_server_timeout": 120.0, "deployment_scheme": "int4", "max_steps": 2}
     trainer = make_trainer(tmp_path, policy, max_completion_length=24, **fields)
     trainer.train()
@@ -188,7 +198,7 @@ def test_another_server_that_took_the_port_is_not_taken_for_ours(tmp_path, monke
         monkeypatch.setattr("dc_trl.serving.server.free_port", lambda host, port: int(stub.url.rpartition(":")[2]))
         server = VLLMServer("unused", log_path=tmp_path / "log", options=["--nothing"], start_timeout=120)
         assert Connection(server.url).why_down() is None
-        with pytest.raises(ServerError, match="ended with exit code"):
+        with refuses(ServerError, "ended with exit code"):
             server.start()
 
 
@@ -205,7 +215,7 @@ def test_a_server_does_not_take_itself_for_a_process_of_the_run(tmp_path, monkey
 
     monkeypatch.setattr("dc_trl.serving.server.Connection.why_down", why_down)
     server = VLLMServer(str(TINY_MODEL), log_path=tmp_path / "log", start_timeout=1)
-    with pytest.raises(ServerError, match="start_timeout"):
+    with refuses(ServerError, "start_timeout"):
         server.start()
     assert not {*of_torchrun} & seen[-1].keys()
     assert seen[-1]["RANKING"] == "1"
@@ -248,5 +258,5 @@ def test_an_emulated_nvfp4_server_samples_with_the_probabilities_of_the_replica(
     arguments = ("--scheme", "nvfp4", "--max_model_len", "256", "--", *extension)
     with serving(tmp_path, *arguments, PYTHONPATH=str(ROOT)) as server:
         served = complete(server.url(), PROMPTS, max_tokens=24, temperature=1.0, seed=0)
-    policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    policy = tiny_model()
     assert mean_gap(served, policy, "nvfp4") <= 1e-6 < 1e-3 < mean_gap(served, policy, "nvfp4a16")

@@ -6,14 +6,13 @@ from threading import Thread
 import httpx
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from dc_trl.serving.server import VLLMServer
 
 from . import helpers
 from .gaps import PROMPTS, mean_gap
-from .helpers import TINY_MODEL, assert_finite, at_server, distinct_characters, logged
+from .helpers import TINY_MODEL, assert_finite, at_server, distinct_characters, logged, tiny_model
 from .stub_server import Router, stub_server
 from .vllm_server import complete, requires_vllm, wait_until_gone
 
@@ -42,7 +41,7 @@ def make_trainer(servers, output_dir, reward=None, **options):
     fields = at_server(None) | {"vllm_server_base_urls": [server.url for server in servers]}
     fields |= {"vllm_server_timeout": 120.0, "vllm_request_timeout": 120.0, "max_completion_length": 100}
     fields |= {"generation_kwargs": {"ignore_eos": True}, "learning_rate": 3e-3, "per_device_train_batch_size": 16}
-    policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    policy = tiny_model()
     return helpers.make_trainer(output_dir, policy, reward, **fields | options)
 
 
@@ -93,7 +92,7 @@ def kill_in_next_rollout(trainer, number, server):
 
 def test_a_run_loses_a_server_in_a_rollout_and_takes_it_up_again(servers, tmp_path, caplog):
     trainer = make_trainer(servers, tmp_path, max_steps=6)
-    untrained = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    untrained = tiny_model()
     gone = []
 
     def restart():

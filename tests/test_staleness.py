@@ -1,6 +1,5 @@
 """Weights that lag: when new ones go to the engine, what an evaluation sees, what a checkpoint keeps."""
 
-import json
 import math
 import shutil
 
@@ -19,7 +18,7 @@ from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.schedule import SyncSchedule
 
 from . import helpers
-from .helpers import Rollouts, logged, make_prompts, untimed_rows
+from .helpers import Rollouts, logged, make_prompts, read_json, untimed_rows
 
 
 SCHEME = "fp8"
@@ -179,7 +178,7 @@ def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_p
     greedy.trainer = whole = make_trainer(tmp_path, greedy, **options)
     whole.train()
     checkpoint = tmp_path / f"checkpoint-{step}"
-    kept = json.loads((checkpoint / "dc_grpo_state.json").read_text())["weight_sync"]["kept"]
+    kept = read_json(checkpoint / "dc_grpo_state.json")["weight_sync"]["kept"]
     assert kept == (checkpoint / "sampler").exists()
     assert kept == (step % 4 != 0)  # where new ones are due, the checkpoint's own will do
     resumed = make_trainer(tmp_path / "resumed", **options)

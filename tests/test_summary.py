@@ -16,7 +16,7 @@ from dc_trl.training.arguments import WatchArguments
 from dc_trl.training.build import add_callbacks
 from dc_trl.training.summary import summarize
 
-from .helpers import make_prompts, make_trainer
+from .helpers import make_prompts, make_trainer, read_json
 
 
 def trained(output_dir, held_out=8, between=False, reward=None, **fields):
@@ -32,7 +32,7 @@ def trained(output_dir, held_out=8, between=False, reward=None, **fields):
     trainer.add_callback(BeforeAndAfter(trainer, between))
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     summarize(trainer)
-    return trainer, json.loads((output_dir / "summary.json").read_text())
+    return trainer, read_json(output_dir / "summary.json")
 
 
 def zero_or_one(completions, **kwargs):
@@ -83,7 +83,7 @@ def test_bars_say_what_is_evaluated_and_seconds_add_up(tmp_path, capsys):
         trained(tmp_path, save_steps=1, disable_tqdm=False)
         assert "held-out problems, greedy, 1 of 1" in capsys.readouterr().err
         state = tmp_path / "checkpoint-1" / "dc_grpo_state.json"
-        saved = json.loads(state.read_text())
+        saved = read_json(state)
         state.write_text(json.dumps(saved | {"seconds": saved["seconds"] | {"loss": 1000.0}}))
         write_manifest(state.parent)
         trainer, summary = trained(tmp_path, resume_from_checkpoint=str(state.parent))

@@ -1,13 +1,12 @@
 """`train_through_quantization` in the real trainer: what is left of δ̄, and that training is otherwise as it was."""
 
 import itertools
-import json
 
 import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from dc_trl.callbacks.deployment import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
@@ -15,7 +14,6 @@ from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.rollouts.sampling import EngineSpec
 
 from .helpers import (
-    TINY_MODEL,
     TWO_PROCESSES,
     distinct_characters,
     logged,
@@ -24,7 +22,10 @@ from .helpers import (
     make_model,
     make_prompts,
     make_trainer,
+    read_json,
+    refuses,
     succeed,
+    tiny_model,
 )
 
 
@@ -54,7 +55,7 @@ def test_nothing_is_left_of_the_replicas_mismatch(tmp_path, scheme):
     """The target of every scheme, over some optimizer steps; without the field it is a hundred times as much."""
     trainer = train(
         tmp_path,
-        AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
+        tiny_model(),
         reward=of_conversations,
         train_dataset=arithmetic_dataset(96, 0, "train"),
         deployment_scheme=scheme,
@@ -73,7 +74,7 @@ def test_weights_alone_leave_the_part_of_the_activations(tmp_path):
     for scheme, through in itertools.product(("mxfp8", "nvfp4a16"), (False, "weights", "all")):
         trainer = train(
             tmp_path / f"{scheme} {through}",
-            AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32),
+            tiny_model(),
             reward=of_conversations,
             train_dataset=arithmetic_dataset(32, 0, "train"),
             deployment_scheme=scheme,
@@ -123,22 +124,22 @@ def test_evaluation_computes_so_too(tmp_path):
 @pytest.mark.long
 def test_two_processes(tmp_path):
     succeed([*TWO_PROCESSES, "-m", "tests.aligned_worker", str(tmp_path)])
-    gaps = json.loads((tmp_path / "gaps.json").read_text())
+    gaps = read_json(tmp_path / "gaps.json")
     assert gaps.keys() == {f"{kind}, experts={experts}" for kind in ("FSDP2", "DDP") for experts in (False, True)}
     assert max(gaps.values()) <= 1e-6, gaps
 
 
 def test_schemes_for_research_are_of_the_replica_alone(tmp_path):
     assert EngineSpec.parse("replica:int3").kind == "replica"
-    with pytest.raises(ValueError, match="engine='int3' is unknown"):
+    with refuses(ValueError, "engine='int3' is unknown"):
         EngineSpec.parse("int3")
     for options in ({"use_vllm": True}, {"push_to_hub": True}):
-        with pytest.raises(ValueError, match=r"'int2' is for the in-process replica alone, .* use one of 'bf16'"):
+        with refuses(ValueError, "'int2' is for the in-process replica alone,", "use one of 'bf16'"):
             make_config(tmp_path, deployment_scheme="int2", **options)
-    with pytest.raises(ValueError, match="'int3' is for the in-process replica alone"):
+    with refuses(ValueError, "'int3' is for the in-process replica alone"):
         CheckpointWriter(make_model(128), "int3")
     trainer = train(tmp_path, deployment_scheme="int2", max_steps=1)
-    with pytest.raises(ValueError, match="'int2' is for the in-process replica alone"):
+    with refuses(ValueError, "'int2' is for the in-process replica alone"):
         DeploymentCheckpointCallback(trainer)
 
 

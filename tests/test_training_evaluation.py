@@ -4,17 +4,23 @@ import json
 import statistics
 
 import pytest
-import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from dc_trl.callbacks.greedy import greedy_rewards
 
-from .helpers import TINY_MODEL, TWO_PROCESSES, distinct_characters, logged, make_prompts, make_trainer, succeed
+from .helpers import (
+    TWO_PROCESSES,
+    distinct_characters,
+    logged,
+    make_prompts,
+    make_trainer,
+    read_json,
+    succeed,
+)
 
 
 def tiny_model():
-    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    return tiny_model()
 
 
 def tiny_trainer(output_dir, reward=None, **overrides):
@@ -32,7 +38,7 @@ def test_two_processes_evaluate_as_one(tmp_path):
     options |= {"per_device_train_batch_size": 2, "deployment_scheme": "fp8", "max_completion_length": 48}
     succeed([*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)])
     assert len(expected) == 11
-    assert sorted(json.loads((tmp_path / "two" / "greedy.json").read_text())) == pytest.approx(sorted(expected))
+    assert sorted(read_json(tmp_path / "two" / "greedy.json")) == pytest.approx(sorted(expected))
 
 
 def with_columns(count=6):

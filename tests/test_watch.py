@@ -18,7 +18,7 @@ from dc_trl.data.prompts import tokenize
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.training.problems import DataArguments, draw_prompts
 
-from .helpers import TINY_MODEL, make_model, make_tokenizer
+from .helpers import TINY_MODEL, make_model, make_tokenizer, read_rows, tiny_model
 from .stub_server import stub_server
 from .test_verify import deploy
 from .vllm_server import requires_vllm
@@ -42,7 +42,7 @@ def options(tmp_path, url, *more):
 
 
 def looks(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "watch" / "watch.jsonl").read_text().splitlines()]
+    return read_rows(tmp_path / "watch" / "watch.jsonl")
 
 
 @torch.no_grad()
@@ -165,7 +165,7 @@ def test_a_watch_that_cannot_begin_says_why(tmp_path, capsys):
 
 @requires_vllm
 def test_a_real_server_is_watched_while_its_checkpoints_come(fp8_server, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    model = tiny_model()
     ServerClient(fp8_server.url).hold(Weights("own", deploy(model, "fp8", tmp_path / "own")), reload=True)
     save(model, tmp_path / "ready" / "checkpoint-1")
     torch.manual_seed(0)

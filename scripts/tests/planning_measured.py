@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from dc_trl.records.tables import print_table
-from tests.helpers import ROOT, TINY_MODEL, load_script, make_prompts, make_tokenizer, make_trainer
+from tests.helpers import ROOT, load_script, make_prompts, make_tokenizer, make_trainer
 
 
 plan = load_script("plan")
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 def tiny_model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    return tiny_model()
 
 
 def small_model() -> PreTrainedModel:

@@ -31,7 +31,7 @@ from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.tables import markdown_table
 from dc_trl.training.arguments import RunArguments
-from tests.helpers import ROOT, TINY_MODEL, load_script, make_config, succeed
+from tests.helpers import ROOT, TINY_MODEL, load_script, make_config, refuses, succeed
 
 
 asynchronous = load_script("study/asynchronous")
@@ -140,7 +140,7 @@ def test_some_sweeps_and_other_seeds(study_folder, tmp_path):
     study = load_study(study_folder, ["second"], [7])
     assert [(sweep.name, sweep.seeds) for sweep in study.sweeps] == [("second", (7,))]
     assert {job.seed for job in study.jobs(tmp_path)} == {7}
-    with pytest.raises(ValueError, match=r"sweep='third' is not in .*: choose one of first, second"):
+    with refuses(ValueError, "sweep='third' is not in", ": choose one of first, second"):
         load_study(study_folder, ["third"])
 
 
@@ -268,7 +268,7 @@ def test_pairs_of_all_sweeps_are_corrected_together(study_folder):
     assert second["difference, points"] == "-20.0 ± 2.9"
     with open(study_folder / "second.yaml", "a") as file:
         file.write("pairs: [[TIS, GRPO]]\n")
-    with pytest.raises(ValueError, match=r"second.yaml: pairs='TIS' is no variant: choose one of"):
+    with refuses(ValueError, "second.yaml: pairs='TIS' is no variant: choose one of"):
         load_study(study_folder)
 
 
