@@ -14,17 +14,13 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from dc_trl.async_grpo import AsyncDCGRPOConfig, AsyncDCGRPOTrainer
 from dc_trl.constraint.mismatch import mismatch_metrics
-from dc_trl.grading.rewards import arithmetic_reward
-from dc_trl.rollouts.replica import Replica
 
-from .helpers import SMALL_RUN, TINY_MODEL, load_script, logged, make_model, make_prompts, refuses
-from .vllm_server import complete, requires_vllm
+from .helpers import SMALL_RUN, load_script, logged, make_model, make_prompts, refuses
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")
@@ -437,44 +433,3 @@ def test_what_would_train_nothing_is_refused_as_in_the_other_trainer(tmp_path, p
     config = AsyncDCGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False)
     with refuses(ValueError, "train_dataset", "0 rows"):
         AsyncDCGRPOTrainer(policy, [], config, Dataset.from_dict({"prompt": []}), rollout_worker=Worker([]))
-
-
-# --- a real server
-
-
-@requires_vllm
-def test_a_real_server_samples_beside_the_training_and_gets_each_steps_weights(monkeypatch, tmp_path, fp8_server):
-    monkeypatch.setattr(packing, "_flash_attn", lambda: asynchronous.Attention)
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
-    tokenizer = asynchronous.tokenizer_of(str(TINY_MODEL))
-    sizes = {"per_device_train_batch_size": 8, "max_completion_length": 48, "learning_rate": 1e-3, "token_budget": 0}
-    steps = {"max_staleness": 2, "max_steps": 4, "vllm_server_base_url": fp8_server.url}
-    args = AsyncDCGRPOConfig(str(tmp_path), **SMALL_RUN | sizes | steps)
-    transfer = asynchronous.CheckpointTransfer(str(TINY_MODEL), "fp8", fp8_server.url, weight_sync_dir=str(tmp_path))
-    trainer = asynchronous.AgesTrainer(
-        str(TINY_MODEL),
-        arithmetic_reward,
-        args,
-        train_dataset=asynchronous.training_problems(0, 64),
-        processing_class=tokenizer,
-        weight_transfer=transfer,
-    )
-
-    def distance_to_the_server():
-        """Mean difference of the server's log-probabilities to those of the trainer's weights in FP8."""
-        prompt = list(range(40, 52))  # after which the policy is far from sure
-        (answer,) = complete(fp8_server.url, [prompt], max_tokens=24, temperature=1.0, seed=0)
-        ids = torch.tensor([prompt + answer["ids"]])
-        logps = Replica(trainer.model, "fp8").model(input_ids=ids).logits.float().log_softmax(-1)[0, len(prompt) - 1 :]
-        return (logps[:-1].gather(1, ids[0, len(prompt) :, None])[:, 0] - torch.tensor(answer["logps"])).abs().mean()
-
-    trainer.train()
-    after = distance_to_the_server()
-    assert 0 < logged(trainer, "discrepancy/mean")[0] < 0.01
-    ages = sum(trainer.ages, start=asynchronous.Counter())
-    assert ages.total() == 4 * 8
-    assert trainer.ages[0] == {0: 8}
-    assert 1 <= max(ages) <= 3  # TRL bounds the age at the queue, a step before the training
-    trainer.model.load_state_dict(AutoModelForCausalLM.from_pretrained(TINY_MODEL).state_dict())
-    assert distance_to_the_server() > 10 * after
-    assert not list(tmp_path.glob("dc_trl-sync-*"))

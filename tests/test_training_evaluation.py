@@ -16,11 +16,8 @@ from .helpers import (
     make_trainer,
     read_json,
     succeed,
+    tiny_model,
 )
-
-
-def tiny_model():
-    return tiny_model()
 
 
 def tiny_trainer(output_dir, reward=None, **overrides):

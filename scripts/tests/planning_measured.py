@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from dc_trl.records.tables import print_table
-from tests.helpers import ROOT, load_script, make_prompts, make_tokenizer, make_trainer
+from tests.helpers import ROOT, load_script, make_prompts, make_tokenizer, make_trainer, tiny_model
 
 
 plan = load_script("plan")
@@ -27,10 +27,6 @@ class Row(NamedTuple):
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
-
-
-def tiny_model() -> PreTrainedModel:
-    return tiny_model()
 
 
 def small_model() -> PreTrainedModel:

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from dc_trl.data.arithmetic import arithmetic_problems
-from tests.helpers import ROOT, TINY_MODEL, load_script, read_json, read_rows
+from tests.helpers import ROOT, TINY_MODEL, load_script, read_json, read_rows, write_rows
 
 
 @pytest.fixture
@@ -43,11 +43,6 @@ def refusal(launch, capsys=None, **options):
     message = capsys.readouterr().err if stop.value.code == 2 else stop.value.code
     assert message.startswith("error: ")
     return message
-
-
-def write_rows(path, rows):
-    write_rows(path, rows)
-    return str(path)
 
 
 def test_a_run_is_never_overwritten_and_can_be_continued(launch):

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from dc_trl.resuming.checkpoints import checkpoint_defect
-
-from .helpers import DEFAULT_SIGINT, ROOT, TWO_PROCESSES, load_script, read_json, read_rows, refuses
+from tests.helpers import DEFAULT_SIGINT, ROOT, TWO_PROCESSES, load_script, read_json, read_rows, refuses
 
 
 # Processes that import torch and TRL, or train, on a machine that may have other work.
