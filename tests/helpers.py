@@ -73,12 +73,12 @@ def refuses(kind: type[BaseException], *words: object) -> Iterator[pytest.Except
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_rows(path: Path) -> list[Any]:
     """Objects of a file that has one in each line."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> str:

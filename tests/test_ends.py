@@ -163,7 +163,8 @@ def test_weights_that_the_optimizer_was_moving_are_not_saved(tmp_path):
     with pytest.raises(BrokenError) as raised:
         trainer.train()
     (note,) = raised.value.__notes__
-    assert "could not be saved (the optimizer was moving the weights)" in note
+    assert "optimizer was moving" in note
+    assert "resume_from_checkpoint=true" in note
     assert [path.name for path in checkpoints(tmp_path).values()] == ["checkpoint-1"]
 
 
@@ -191,7 +192,7 @@ def test_of_two_processes_one_that_fails_alone_does_not_wait_for_good(tmp_path):
         timeout=280,  # less than ddp_timeout, for which the one that is left would wait
     )
     assert done.returncode != 0
-    assert "BrokenError: broken by the test" in done.stderr
+    assert "BrokenError" in done.stderr
     whole = [path.name for path in checkpoints(tmp_path / "run").values() if checkpoint_defect(path) is None]
     assert whole == ["checkpoint-2"]
-    assert "one of several processes cannot save alone" in done.stderr
+    assert "several processes" in done.stderr

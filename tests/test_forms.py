@@ -15,7 +15,7 @@ from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.sampled_tokens import SampledTokens
 
-from .helpers import ROOT, Rollouts, completion_logps, logged, make_config, make_model, make_trainer
+from .helpers import ROOT, Rollouts, completion_logps, logged, make_config, make_model, make_trainer, refuses
 
 
 TRAIN = torch.tensor([[0.5, 0.2, 0.9], [0.25, 0.75, 0.5]]).log()
@@ -150,16 +150,16 @@ def test_the_form_of_the_page_trains(own_form, tmp_path, seen_by_the_loss):
 
 
 @pytest.mark.parametrize(
-    ("field", "name", "said"),
+    ("field", "name", "words"),
     [
-        ("constraint_form", "two_sided_kl", "choose one of 'injected', .*'log_ratio', or name a function"),
-        ("constraint_form", "nowhere:form", "the module 'nowhere' cannot be imported"),
-        ("constraint_form", "my_form:half", "my_form has no function 'half'"),
-        ("constraint_form", "math:hypot", r"called as hypot\(tokens, measure\), which it does not take"),
-        ("rollout_correction", "my_form:complete", r"called as complete\(tokens, upper\), which it does not take"),
+        ("constraint_form", "two_sided_kl", ["'injected'", "'log_ratio'", "'module:function'"]),
+        ("constraint_form", "nowhere:form", ["module 'nowhere'", "install"]),
+        ("constraint_form", "my_form:half", ["my_form ", "function 'half'"]),
+        ("constraint_form", "math:hypot", ["hypot(tokens, measure)"]),
+        ("rollout_correction", "my_form:complete", ["complete(tokens, upper)"]),
     ],
 )
-def test_what_is_no_such_function_is_refused_when_the_configuration_is_made(own_form, tmp_path, field, name, said):
+def test_what_is_no_such_function_is_refused_when_the_configuration_is_made(own_form, tmp_path, field, name, words):
     others = {"constraint": "static"} if field == "constraint_form" else {"rollout_correction_max": 3.0}
-    with pytest.raises(ValueError, match=f"{field}={name!r}.*{said}"):
+    with refuses(ValueError, f"{field}={name!r}", *words):
         make_config(tmp_path, **{field: name} | {"constraint": "none"} | others)

@@ -17,7 +17,7 @@ from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.training.arguments import RunArguments
 
-from .helpers import ROOT, logged, refuses, tiny_model
+from .helpers import ROOT, logged, plain_logps, refuses, tiny_model
 
 
 DOCS = ROOT / "docs"
@@ -85,9 +85,7 @@ def test_what_is_scored_of_a_run_with_a_tool(workplace, seen_by_the_loss, capsys
     means, losses = [], []
     for index, (row, ofs) in enumerate(zip(rows, of_tool, strict=True)):
         prompt = inputs["prompt_ids"][index][inputs["prompt_mask"][index].bool()].tolist()
-        with torch.no_grad():
-            logits = trainer.model(input_ids=torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
-        train_logps = logits.log_softmax(-1).gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
+        train_logps = plain_logps(trainer.model, prompt, row)
         infer_logps = inputs["sampling_per_token_logps"][index][mask[index]]
         delta = (train_logps.exp() - infer_logps.exp()).abs()
         scored = ~torch.tensor(ofs)
@@ -109,7 +107,7 @@ def test_what_is_scored_of_a_run_with_a_tool(workplace, seen_by_the_loss, capsys
     calls = sum(len(re.findall(r"\\boxed\{[^}]*\}", trainer.processing_class.decode(row))) for row in rows)
     assert 0 < logged(trainer, "tools/call_frequency")[0] <= calls / len(rows)
     assert logged(trainer, "rewards/Examiner/mean") == logged(trainer, "reward")
-    with refuses(ValueError, "sample one turn, and this trainer has tools"):
+    with refuses(ValueError, "deployed_rewards", "tools", "evaluate()"):
         trainer.deployed_rewards(list(trainer.train_dataset)[:2])
     assert "submit" in capsys.readouterr().out  # the table of completions has the calls
 

@@ -114,7 +114,7 @@ def test_the_aligned_forward_is_the_replicas(scheme):
     ],
 )
 def test_what_vllm_does_not_serve_is_refused_before_an_engine_is_built(tmp_path, model, named):
-    with pytest.raises(ValueError, match=named):
+    with refuses(ValueError, "lora_r=513" if named == "512" else "lora_deployment='adapter'", named):
         make_trainer(tmp_path, model())
 
 

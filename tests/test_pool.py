@@ -147,9 +147,9 @@ def test_the_prompts_of_a_server_that_fails_go_to_the_others_with_their_seeds(st
     stubs[0].failures = {"/v1/completions": 10**6}
     assert generate(pool) == expected_rollout()
     assert [server.lost is not None for server in pool.servers] == [True, False, False]
-    assert len(lines) == 1
-    assert stubs[0].url in lines[0]
-    assert "broke during /v1/completions" in lines[0]
+    (line,) = lines
+    assert stubs[0].url in line
+    assert "/v1/completions" in line
     seeds = {}
     for stub in stubs:
         for body in stub.bodies:
@@ -193,7 +193,9 @@ def test_weights_that_change_in_a_rollout_make_its_completions_void(stubs, lines
 
     changed.completes = steal
     assert generate(pool) == expected_rollout()
-    assert "lost or changed its weights" in lines[0]
+    (line,) = lines
+    assert changed.url in line
+    assert "weights" in line
     assert pool.servers[1].answered == 0
     generate(pool)
     assert changed.version == weights[0].version  # it was loaded again
@@ -204,7 +206,7 @@ def test_when_all_are_lost_they_are_tried_again(stubs, lines, weights, no_pauses
     pool = make_pool(stubs, lines, max_retries=2)
     for stub in stubs:
         stub.says = {"/v1/completions": (400, "too long")}
-    with refuses(ServerError, "refused /v1/completions (HTTP 400): too long"):  # in one try
+    with refuses(ServerError, "/v1/completions (HTTP 400): too long"):  # in one try
         generate(pool)
     for stub in stubs:
         stub.says = {}
@@ -226,9 +228,8 @@ def test_when_all_are_lost_they_are_tried_again(stubs, lines, weights, no_pauses
     assert min(counts.values()) == 1
     for stub in stubs:
         stub.failures = {"/v1/completions": 10**6}
-    with refuses(ServerError, "tried 3 times: vllm_max_retries") as error:
+    with refuses(ServerError, "3 times: vllm_max_retries", *(stub.url for stub in stubs)):
         generate(pool)
-    assert all(stub.url in str(error.value) for stub in stubs)
 
 
 # --- a router before the servers
@@ -242,14 +243,15 @@ def test_weights_that_change_behind_a_router_make_its_whole_rollout_void(stubs, 
         assert generate(client) == expected_rollout()
     assert {stub.version for stub in stubs} == {weights[0].version}
     assert len(router.sessions) == 2 * len(set(router.sessions)) == 2 * len(PROMPTS)
-    assert "lost or changed its weights" in lines[0]
+    assert stubs[1].url in lines[0]
+    assert "weights" in lines[0]
     assert [stub.asked.count("/collective_rpc") for stub in stubs] == [2, 2, 2]  # all were loaded again
 
 
 @pytest.mark.parametrize("routed", [False, True])
 def test_prompts_with_images_are_refused(stubs, lines, routed):
     pool = make_pool(stubs, lines, router=stubs[0] if routed else None)
-    with refuses(ServerError, "images", "set vllm_server_base_url in place of"):
+    with refuses(ServerError, "images", "vllm_server_base_url"):
         pool.image_features([None, ["image"]])
 
 
@@ -270,9 +272,9 @@ def test_servers_that_would_get_no_weights_are_refused(stubs, tmp_path):
     stubs[0].says = {"/list_workers": (200, '{"urls": ["http://a:1@0", "http://a:1@1", "http://b:1", "http://c:1"]}')}
     one, *others = [stub.url for stub in stubs]
     for fields in ({}, {"vllm_server_base_urls": others}):
-        with pytest.raises(ServerError, match=f"{one} is a router with 3 servers, and {len(fields) + 1} would get"):
+        with refuses(ServerError, f"{one} is a router with 3 servers, and {len(fields) + 1}", "vllm_server_base_urls"):
             helpers.make_trainer(tmp_path, make_model(64), **at_server(one) | fields)
-    with refuses(ValueError, "contradicts vllm_server_base_urls=", "set weight_sync='auto'"):
+    with refuses(ValueError, "weight_sync='nccl'", "vllm_server_base_urls=", "weight_sync='auto'"):
         helpers.make_config(tmp_path, **at_server(one), vllm_server_base_urls=others[:1], weight_sync="nccl")
 
 
@@ -307,9 +309,7 @@ def test_two_runs_sample_the_same(stubs, tmp_path, overlap):
 def test_each_server_that_does_not_fit_or_is_not_up_is_named_when_the_trainer_is_built(stubs, tmp_path):
     text = stubs[1].answer("/server_info", {})[1].replace("processed_logprobs", "raw_logprobs")
     stubs[1].says = {"/server_info": (200, text)}
-    with pytest.raises(ServerError) as error:
+    words = [f"{stubs[1].url}: ", "--logprobs-mode raw_logprobs", "http://127.0.0.1:9 "]
+    with refuses(ServerError, *words) as refused:
         make_trainer(tmp_path, [*(stub.url for stub in stubs), "http://127.0.0.1:9"], vllm_server_timeout=5.0)
-    message = str(error.value)
-    assert f"vLLM at {stubs[1].url}: the server runs with --logprobs-mode raw_logprobs" in message
-    assert "no vLLM server answers at http://127.0.0.1:9" in message
-    assert stubs[0].url not in message
+    assert stubs[0].url not in str(refused.value)

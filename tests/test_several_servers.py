@@ -118,7 +118,7 @@ def test_a_run_loses_a_server_in_a_rollout_and_takes_it_up_again(servers, tmp_pa
     # 4 prompts a batch, of the same expected length: two for each, and all for the one that is left.
     assert watch.answered == [[2, 2], [4, 4], [8, 4], [12, 4], [14, 6], [16, 8]]
     assert logged(trainer, "completions/mean_length") == [100] * 6
-    assert f"vLLM at {servers[1].url} gets no prompts until it holds the weights again" in caplog.text
+    assert f"{servers[1].url} gets no prompts" in caplog.text
     assert f"vLLM at {servers[1].url} is back" in caplog.text
     # Both hold what was trained; with the weights that the restarted one was started with, batches would be far off.
     for server in servers:
@@ -146,6 +146,6 @@ def test_a_router_before_them_gives_the_same_completions(servers, tmp_path, capl
             trainer.train()
             runs.append(seen)
     assert runs[0] == runs[1]
-    assert "lost or changed its weights" in caplog.text
+    assert "weights during a rollout" in caplog.text
     assert len(router.sessions) == 16  # with the second rollout again
     assert {version_of(server) for server in servers} == {trainer.vllm_generation.weight_version}

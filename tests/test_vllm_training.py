@@ -279,7 +279,7 @@ def test_nan_from_the_server_is_repaired_by_loading_the_weights_again(fp8_server
     client = trainer.vllm_generation.vllm_client
     client.patience = client.patience._replace(max_retries=1)
     trainer.vllm_generation.sync_weights()
-    with refuses(ServerError, "computed NaN", "diverged", "tried 2 times"):
+    with refuses(ServerError, fp8_server.url, "NaN", "2 times"):
         trainer.vllm_generation.generate(PROMPTS, None, 1)
 
 
@@ -413,7 +413,7 @@ def test_a_server_that_stays_away_ends_the_run_in_time_with_a_checkpoint_that_re
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
     gone, killed = [], []
     trainer.add_callback(At(2, lambda: (killed.append(time.monotonic()), gone.append(kill(own_server)))))
-    with refuses(ServerError, "after 5 s", "tried 2 times", "resume_from_checkpoint=", "checkpoint-2"):
+    with refuses(ServerError, " 5 s", "2 times", f"resume_from_checkpoint='{tmp_path / 'checkpoint-2'}'"):
         trainer.train()
     assert time.monotonic() - killed[0] < 100
     own_server.stop()
@@ -467,7 +467,7 @@ def test_nothing_is_left_of_the_server_of_a_killed_run(tmp_path):
 def test_an_engine_that_sleeps_between_the_turns_of_tools_is_refused(tmp_path):
     engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "deployment_scheme": "fp8"}
     args = helpers.make_config(tmp_path, **engine)
-    with refuses(ValueError, "vllm_enable_sleep_mode=True writes the checkpoint anew"):
+    with refuses(ValueError, "vllm_enable_sleep_mode=True", "tools"):
         build_vllm(SimpleNamespace(args=args, model=None, processing_class=None, tools=[max]))
 
 

@@ -160,7 +160,7 @@ def test_a_watch_that_cannot_begin_says_why(tmp_path, capsys):
         save(make_model(), tmp_path / "run" / "checkpoint-1")
         stub.completes = lambda body: {"choices": [{"index": 3}]}
         assert watch.main(options(tmp_path, stub.url, "--looks", "1")) == 2
-        assert "did not answer what it was asked" in capsys.readouterr().err
+        assert stub.url in capsys.readouterr().err
 
 
 @requires_vllm

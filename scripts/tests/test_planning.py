@@ -111,10 +111,10 @@ def test_models_that_are_not_known(tmp_path):
     for kind, words in wrong.items():
         file = tmp_path / f"{kind}.json"
         file.write_text(json.dumps({"model_type": kind}))
-        with pytest.raises(ValueError, match=words):
+        with refuses(ValueError, words):
             plan.load_architecture(str(file))
     (tmp_path / "none.json").write_text("{}")
-    with refuses(ValueError, "cannot be loaded: Unrecognized model"):
+    with refuses(ValueError, "Unrecognized model"):
         plan.load_architecture(str(tmp_path / "none.json"))
     with refuses(ValueError, "does not exist"):
         plan.load_architecture(str(tmp_path / "absent"))

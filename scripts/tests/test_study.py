@@ -140,7 +140,7 @@ def test_some_sweeps_and_other_seeds(study_folder, tmp_path):
     study = load_study(study_folder, ["second"], [7])
     assert [(sweep.name, sweep.seeds) for sweep in study.sweeps] == [("second", (7,))]
     assert {job.seed for job in study.jobs(tmp_path)} == {7}
-    with refuses(ValueError, "sweep='third' is not in", ": choose one of first, second"):
+    with refuses(ValueError, "sweep='third'", "first, second"):
         load_study(study_folder, ["third"])
 
 
@@ -268,7 +268,7 @@ def test_pairs_of_all_sweeps_are_corrected_together(study_folder):
     assert second["difference, points"] == "-20.0 ± 2.9"
     with open(study_folder / "second.yaml", "a") as file:
         file.write("pairs: [[TIS, GRPO]]\n")
-    with refuses(ValueError, "second.yaml: pairs='TIS' is no variant: choose one of"):
+    with refuses(ValueError, "second.yaml", "pairs='TIS'"):
         load_study(study_folder)
 
 
@@ -637,7 +637,7 @@ def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
             break
         time.sleep(1)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "1 of 2 jobs are done already" in done.stdout
+    assert "1 of 2 jobs" in done.stdout
     lines = read_lines(tmp_path / "out" / "lines.jsonl")
     assert len(lines) == 2
     for line in lines:
