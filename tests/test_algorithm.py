@@ -5,7 +5,17 @@ import re
 import pytest
 import torch
 
-from .helpers import ROOT, Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, plain_config
+from .helpers import (
+    ROOT,
+    Rollouts,
+    assert_same_weights,
+    distinct_characters,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+    plain_config,
+)
 from .test_trainer import ALIGNED, MISALIGNED, make_trainer
 
 
@@ -32,8 +42,7 @@ def test_the_class_of_the_page_trains_as_ours(tmp_path, tokenizer, steps):
         assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-12), name
     assert logged(ours, "lagrangian/lambda")[0] != logged(ours, "lagrangian/lambda")[-1]
     assert ours.lagrange_multiplier.value == pytest.approx(theirs.lambda_, rel=1e-12)
-    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_weights(ours.model, theirs.model)
     assert any(
         not torch.equal(one, other)
         for one, other in zip(ours.model.parameters(), make_model().parameters(), strict=True)

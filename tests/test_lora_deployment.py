@@ -23,7 +23,7 @@ from dc_trl.settings.pretrained import load_config_and_tokenizer
 
 from . import helpers
 from .gaps import PROMPTS
-from .helpers import TINY_MODEL, at_server, logged, make_config, make_model, refuses, tiny_model
+from .helpers import TINY_MODEL, assert_same_weights, at_server, logged, make_config, make_model, refuses, tiny_model
 from .vllm_server import complete, requires_vllm, serving
 
 
@@ -167,8 +167,7 @@ def require_the_same_resumed(make, folder):
     shutil.rmtree(folder / "checkpoint-4")
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "discrepancy/mean")[2:] == logged(whole, "discrepancy/mean")[2:]
-    for name, parameter in whole.model.named_parameters():
-        assert torch.equal(resumed.model.get_parameter(name), parameter), name
+    assert_same_weights(whole.model, resumed.model)
 
 
 def test_a_resumed_run_samples_with_the_same_older_adapter(tmp_path):

@@ -56,7 +56,11 @@ def sampling(**overrides):
 def by_hand(weight, scheme):
     """Round trip of a weight through each format, written out from its definition."""
     rows, columns = weight.shape
-    if scheme == "fp8":
+    if scheme == "mxfp8":
+        return torch.tensor(mxfp8(weight.numpy()))
+    if scheme.startswith("nvfp4"):
+        return torch.tensor(nvfp4(weight.numpy(), 64, by_inverse=False))
+    if scheme in ("fp8", "fp8_w8a16"):
         scale = weight.abs().amax(1, keepdim=True) / 448
         return (weight / scale).to(torch.float8_e4m3fn).float() * scale
     if scheme == "int8":

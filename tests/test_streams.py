@@ -3,14 +3,13 @@
 from collections import Counter
 
 import pytest
-import torch
 from datasets import DatasetDict, IterableDataset, IterableDatasetDict
 
 from dc_trl import HistoryCallback
 from dc_trl.callbacks.before_and_after import BeforeAndAfter
 
 from . import helpers
-from .helpers import distinct_characters, logged, make_prompts
+from .helpers import assert_same_weights, distinct_characters, logged, make_prompts
 
 
 def stream(count: int) -> IterableDataset:
@@ -88,8 +87,7 @@ def test_a_run_resumed_after_its_first_epoch_goes_on_with_the_prompts_that_would
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert resumed.state.global_step == 5
         assert again.batches == asked.batches[len(asked.batches) - len(again.batches) :]
-        for name, parameter in resumed.model.named_parameters():
-            assert torch.equal(parameter, whole.model.get_parameter(name)), (step, name)
+        assert_same_weights(resumed.model, whole.model)
 
 
 def test_a_run_on_a_stream_that_is_longer_now_goes_on_in_it(tmp_path):
