@@ -55,6 +55,11 @@ TWO_PROCESSES = [
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
 
 
+def takes_minutes(test: Any) -> Any:
+    """Marks a test that `make test` leaves out, and that may take a quarter of an hour."""
+    return pytest.mark.long(pytest.mark.timeout(900)(test))
+
+
 def succeed(command: list, **options: Any) -> subprocess.CompletedProcess:
     """Runs a command in the project's root; where it fails, so does the test, with the command's last words."""
     usual = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600}
@@ -144,6 +149,17 @@ def floor_and_format(model: PreTrainedModel, ids: torch.Tensor, scheme: str, see
     return floor, distance(model(ids).logits.float().softmax(-1))
 
 
+def code_blocks(text: str, *languages: str) -> list[str]:
+    """The blocks of a page that are code in one of these languages."""
+    return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def look_like_root(folder: Path) -> None:
+    """Links what commands of the pages read into a folder, as it lies at the project's root."""
+    for name in ("configs", "dc_trl", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+
+
 def largest_allocation(call: Callable[[], Any]) -> int:
     """Bytes of the largest tensor that PyTorch allocates on the CPU in a call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -217,6 +233,7 @@ def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
             "export_run": False,  # takes a second or two of each training; tests/test_exporting.py has it on
         }
         | SMALL_RUN
+        | {f"{name}_strategy": "steps" for name in ("save", "eval") if f"{name}_steps" in overrides}
         # λ moves from the first batch on.
         | ({} if "discrepancy_measure" in overrides else {"discrepancy_tolerance": 0.0037})
         | overrides
@@ -327,6 +344,16 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
     """All parameters of two models are equal, bit for bit."""
     for name, parameter in one.named_parameters():
         assert torch.equal(parameter, other.get_parameter(name)), name
+
+
+class On(TrainerCallback):
+    """Calls a function at an event, with the trainer's state and what transformers passes by name."""
+
+    def __init__(self, event: str, function: Callable[..., Any]):
+        def called(args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # what is returned would be a control
+            function(state, **kwargs)
+
+        setattr(self, event, called)
 
 
 class Watch(TrainerCallback):

@@ -41,7 +41,7 @@ def going_on(output_dir, trained, **fields):
 def test_a_run_from_an_adapter_is_resumed_with_its_reference(tmp_path, trained):
     """With beta the reference is the adapter that the run began with: in a resumed run too."""
     fields = {"learning_rate": 1e-2, "beta": 0.1, "max_steps": 3, "deployment_scheme": "bf16"}
-    fields |= {"save_strategy": "steps", "save_steps": 1}
+    fields |= {"save_steps": 1}
     whole = going_on(tmp_path, trained, **fields)
     whole.train()
     assert logged(whole, "kl")[0] == pytest.approx(0.0, abs=1e-6)  # and not that to the base

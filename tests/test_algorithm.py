@@ -1,7 +1,5 @@
 """The page of the algorithm: its class does what `DCGRPOTrainer` does."""
 
-import re
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from .helpers import (
     ROOT,
     Rollouts,
     assert_same_weights,
+    code_blocks,
     distinct_characters,
     logged,
     make_config,
@@ -21,7 +20,7 @@ from .test_trainer import ALIGNED, MISALIGNED, make_trainer
 
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
 def test_the_class_of_the_page_trains_as_ours(tmp_path, tokenizer, steps):
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "code_map.md").read_text(), re.DOTALL)
+    (source,) = code_blocks((ROOT / "docs" / "code_map.md").read_text(), "python")
     exec(source, page := {})
     config = make_config(
         tmp_path / "ours", recipe="paper", constraint="lagrangian", length_aware_batches=False, max_steps=4, **steps

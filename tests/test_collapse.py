@@ -13,7 +13,7 @@ from dc_trl.callbacks.collapse import CollapseAlarmCallback, CollapseMonitor
 from dc_trl.records.runs import read_history
 
 from .collapse_curves import alarms_in, collapse, healthy_run
-from .helpers import logged, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import SMALL_RUN, logged, make_config, make_model, make_prompts, make_tokenizer
 
 
 def rung(rows, **options):
@@ -153,9 +153,7 @@ def make_trainer(output_dir, kind=DCGRPOTrainer, reward=None, **overrides):
     if kind is DCGRPOTrainer:
         config = make_config(output_dir, **{"deployment_scheme": "bf16"} | options)
     else:
-        plain = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "beta": 0.0}
-        plain |= {"per_device_train_batch_size": 4, "num_generations": 4, "logging_steps": 1, "save_strategy": "no"}
-        config = RLOOConfig(str(output_dir), **plain | options)
+        config = RLOOConfig(str(output_dir), **SMALL_RUN | {"beta": 0.0} | options)
     return kind(
         model=make_model(16),
         reward_funcs=reward or failing_after(8),
@@ -203,7 +201,7 @@ def test_a_multiplier_at_its_bound(tmp_path):
 
 
 def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
-    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 20}
+    options = {"save_steps": 3, "max_steps": 20}
     trainer = make_trainer(tmp_path, **options)
     callback = add_alarm(trainer, stop=True)
     with caplog.at_level(logging.WARNING):
@@ -227,7 +225,7 @@ def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
 @pytest.mark.long
 def test_a_resumed_run_does_not_warn_again(tmp_path):
     """Also when the checkpoint is from the very step of the alarm."""
-    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 20}
+    options = {"save_steps": 4, "max_steps": 20}
     whole = make_trainer(tmp_path, **options)
     add_alarm(whole)
     whole.train()

@@ -1,7 +1,6 @@
 """Problems made on the spot, prompts from files, and problems as text."""
 
 import copy
-import json
 from dataclasses import replace
 
 import datasets
@@ -78,13 +77,7 @@ def test_files(tmp_path, suffix, tokenizer, rows, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / f"rows.{suffix}"
     flat = Dataset.from_list([{"q": row["q"], "gold": row["a"]["gold"]} for row in rows])
-    match suffix:
-        case "parquet":
-            flat.to_parquet(path)
-        case "csv":
-            flat.to_csv(path, index=False)
-        case _:
-            flat.to_json(path)
+    getattr(flat, f"to_{suffix.removesuffix('l')}")(path)
     prompts, counts = load_prompts(load_rows(str(path)), tokenizer, "q", "gold", max_prompt_length=100)
     assert prompts["answer"] == ["2", "4"]
     assert prompts[0]["prompt"] == [{"role": "user", "content": "1+1?"}]
@@ -167,9 +160,7 @@ def test_files_that_cannot_be_read(tmp_path, name, content, words):
 
 def test_a_reward_of_ones_own_gets_answers_that_no_grader_reads(tokenizer, tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"Name a {kind}.", "answer": kind}) + "\n" for kind in ("dog", "cat"))
-    )
+    write_rows(path, [{"prompt": f"Name a {kind}.", "answer": kind} for kind in ("dog", "cat")])
     own = DataArguments(dataset_name=str(path), rewards=["my_rewards.names"])
     assert load_data(own, tokenizer, 0, 0)[0]["answer"][:] == ["dog", "cat"]
     for given in ([True, False], [3, 4], ["1 #### 7", ""], [["Paris", "paris"], []]):
@@ -180,15 +171,15 @@ def test_a_reward_of_ones_own_gets_answers_that_no_grader_reads(tokenizer, tmp_p
         assert found["answer"][:] == given
         assert not {"prompts", "completions"} & {*found.column_names}  # which are TRL's own arguments of a reward
     # A reward may read other columns, and no answer at all.
-    path.write_text(json.dumps({"prompt": "2+3?", "total": 5}) + "\n")
+    write_rows(path, [{"prompt": "2+3?", "total": 5}])
     assert load_data(own, tokenizer, 0, 0)[0][0] == {
         "prompt": [{"role": "user", "content": "2+3?"}],
         "answer": None,
         "total": 5,
     }
-    path.write_text("".join(json.dumps({"prompt": "?", "answer": kind}) + "\n" for kind in ("dog", "cat")))
+    write_rows(path, [{"prompt": "?", "answer": kind} for kind in ("dog", "cat")])
     with refuses(ValueError, "2 without a gold answer"):
         load_data(replace(own, rewards=["my_rewards.names", "math"]), tokenizer, 0, 0)
-    path.write_text(json.dumps({"prompt": "2+3?", "answer": 5, "unit": 3}) + "\n")  # a chapter
+    write_rows(path, [{"prompt": "2+3?", "answer": 5, "unit": 3}])  # a chapter
     with refuses(ValueError, "unit=3", "rename"):
         load_data(DataArguments(dataset_name=str(path)), tokenizer, 0, 0)

@@ -14,6 +14,7 @@ from . import helpers
 from .helpers import (
     ROOT,
     TWO_PROCESSES,
+    On,
     assert_same_weights,
     distinct_characters,
     make_prompts,
@@ -23,9 +24,9 @@ from .helpers import (
 
 
 def make_trainer(folder, reward=None, prompts=16, evaluated=False, **options):
-    options = {"deployment_scheme": "bf16", "save_strategy": "steps", "save_steps": 500, **options}
+    options = {"deployment_scheme": "bf16", "save_steps": 500, **options}
     if evaluated:
-        options |= {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_prompts(4)}
+        options |= {"eval_steps": 1, "eval_dataset": make_prompts(4)}
     return helpers.make_trainer(folder, None, reward, train_dataset=make_prompts(prompts), **options)
 
 
@@ -83,16 +84,14 @@ class BrokenError(Exception):
     pass
 
 
-class Raise(TrainerCallback):
-    """Raises an error at an event, when so many steps have ended."""
+def breaking(event, step):
+    """A callback that raises an error at an event, when so many steps have ended."""
 
-    def __init__(self, event, step, error=BrokenError):
-        self._step, self._error = step, error
-        setattr(self, event, self._raise)
+    def fail(state, **kwargs):
+        if state.global_step == step:
+            raise BrokenError("broken by the test")
 
-    def _raise(self, args, state, control, **kwargs):
-        if state.global_step == self._step:
-            raise self._error("broken by the test")
+    return On(event, fail)
 
 
 class BrokenReward:
@@ -113,8 +112,8 @@ TWO_STEPS = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
 ACCUMULATED = {"steps_per_generation": 1, "gradient_accumulation_steps": 2}
 BREAKS = {
     "the reward of the second micro-batch": (BrokenReward(6), 2, ACCUMULATED),
-    "the second one": (Raise("on_pre_optimizer_step", 3), 3, TWO_STEPS),
-    "an epoch": (Raise("on_epoch_begin", 4), 4, {"prompts": 4}),
+    "the second one": (breaking("on_pre_optimizer_step", 3), 3, TWO_STEPS),
+    "an epoch": (breaking("on_epoch_begin", 4), 4, {"prompts": 4}),
 }
 
 

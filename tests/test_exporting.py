@@ -52,7 +52,7 @@ def steps_of(history):
 def test_the_swap_alone_leaves_the_run_and_the_deployment(tmp_path):
     assert DCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False).export_run  # by default
     run = tmp_path / "run"
-    trainer = make_trainer(run, str(TINY_MODEL), save_strategy="steps", save_steps=1)
+    trainer = make_trainer(run, str(TINY_MODEL), save_steps=1)
     trainer.train()
     assert {path.name for path in run.iterdir()} == OF_A_RUN | {"checkpoint-1", "checkpoint-2", "README.md"}
     assert not list(run.glob("checkpoint-*/deployment"))
@@ -125,7 +125,7 @@ def test_a_callback_that_the_user_names_takes_the_place_of_our_own(tmp_path):
 
 
 def test_the_callback_for_checkpoints_exports_each(tmp_path):
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
+    trainer = make_trainer(tmp_path, save_steps=1)
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
     trainer.train()
     folders = [tmp_path / name / "deployment" for name in ("checkpoint-1", "checkpoint-2", ".")]
@@ -136,7 +136,7 @@ def test_the_callback_for_checkpoints_exports_each(tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_its_history_and_replaces_its_deployment(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2}
+    options = {"save_steps": 2}
     whole = make_trainer(tmp_path / "whole", max_steps=4, **options)
     whole.train()
     run = tmp_path / "run"

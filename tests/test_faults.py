@@ -10,7 +10,7 @@ from dc_trl.serving.errors import ServerError
 
 from . import helpers
 from .helpers import TWO_PROCESSES, at_server, make_model, read_json, refuses, succeed
-from .stub_server import completions, stub_server
+from .stub_server import sampled, stub_server
 from .vllm_server import requires_vllm
 
 
@@ -70,7 +70,7 @@ def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_pa
             server.asked.clear()
 
     with stub_server() as server:
-        server.completes = lambda body: completions(body["prompt"] * body["n"], [[30, 31, 1]] * body["n"], None)
+        server.completes = sampled
         server.before = restart
         trainer = make_trainer(server.url, tmp_path, max_steps=2)
         trainer.train()
@@ -104,7 +104,7 @@ def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monke
     left.mkdir(parents=True)
     (left / "trainer_state.json").write_text("{}")
     with stub_server() as server:
-        server.completes = lambda body: completions(body["prompt"] * body["n"], [[30, 31, 1]] * body["n"], None)
+        server.completes = sampled
         trainer = make_trainer(
             server.url, tmp_path / "run", weight_sync_dir=str(tmp_path / "sync"), vllm_max_retries=0
         )

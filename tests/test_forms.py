@@ -1,7 +1,6 @@
 """Forms of the constraint: the paper's, and that the trainer runs whichever it is given."""
 
 import math
-import re
 import sys
 
 import pytest
@@ -15,7 +14,17 @@ from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.sampled_tokens import SampledTokens
 
-from .helpers import ROOT, Rollouts, completion_logps, logged, make_config, make_model, make_trainer, refuses
+from .helpers import (
+    ROOT,
+    Rollouts,
+    code_blocks,
+    completion_logps,
+    logged,
+    make_config,
+    make_model,
+    make_trainer,
+    refuses,
+)
 
 
 TRAIN = torch.tensor([[0.5, 0.2, 0.9], [0.25, 0.75, 0.5]]).log()
@@ -129,7 +138,7 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
 @pytest.fixture
 def own_form(tmp_path, monkeypatch):
     """The module of docs/corrections.md, where Python finds it."""
-    *_, source = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "corrections.md").read_text(), re.DOTALL)
+    *_, source = code_blocks((ROOT / "docs" / "corrections.md").read_text(), "python")
     (tmp_path / "my_form.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_form", raising=False)

@@ -17,22 +17,17 @@ from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.training.arguments import RunArguments
 
-from .helpers import ROOT, logged, plain_logps, refuses, tiny_model
+from .helpers import ROOT, code_blocks, logged, look_like_root, plain_logps, refuses, tiny_model
 
 
 DOCS = ROOT / "docs"
 END, ASSISTANT = 1, 4  # ids of <|end|> and <|assistant|> in the tiny model's tokenizer
 
 
-def blocks(name, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / name).read_text(), re.DOTALL | re.MULTILINE)
-
-
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     """A directory that looks like the project's root."""
-    for name in ("configs", "dc_trl", "scripts"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    look_like_root(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -42,7 +37,7 @@ def workplace(tmp_path, monkeypatch):
 
 def run_tools(**edits):
     """The example of docs/tools.md, with settings replaced; its trainer."""
-    code = blocks("tools.md", "python")[0]
+    code = code_blocks((DOCS / "tools.md").read_text(), "python")[0]
     for name, value in ({"max_steps": "1", "per_device_train_batch_size": "8"} | edits).items():
         code, found = re.subn(rf"\b{name}=[^,]+,", f"{name}={value},", code)
         assert found == 1, name

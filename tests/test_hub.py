@@ -112,7 +112,7 @@ def test_what_a_run_leaves_on_the_hub(hub, tmp_path, monkeypatch, capfd, caplog)
     caplog.set_level(logging.DEBUG)
     monkeypatch.delenv("HF_TOKEN")
     folder = tmp_path / "run"
-    saving = {"hub_strategy": "checkpoint", "save_strategy": "steps", "save_steps": 1}
+    saving = {"hub_strategy": "checkpoint", "save_steps": 1}
     trainer = make_trainer(folder, push_to_hub=True, hub_token=TOKEN, **saving)
     for name in ("notes.txt", "rewards.py", "model.bin", "vllm_server.log"):
         (folder / name).write_text("not the run's")
@@ -242,7 +242,7 @@ def test_an_adapter_is_pushed_with_its_base_and_without_paths_of_this_machine(hu
     base, folder = tmp_path / "models" / "my base", tmp_path / "run"
     shutil.copytree(TINY_MODEL, base)
     adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    options = {"push_to_hub": True, "hub_strategy": "checkpoint", "save_strategy": "steps", "save_steps": 1}
+    options = {"push_to_hub": True, "hub_strategy": "checkpoint", "save_steps": 1}
     trainer = make_trainer(
         folder, peft_config=adapter, model=base, max_steps=1, hub_base_model_id=base_id, export_run=True, **options
     )
@@ -261,7 +261,7 @@ def test_a_push_while_training_that_fails_is_said(hub, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("dc_trl.hub.push.logger.warning", said.append)
     hub.refusal = httpx.HTTPError("told to answer 403")
-    options = {"push_to_hub": True, "hub_strategy": "every_save", "save_strategy": "steps", "save_steps": 1}
+    options = {"push_to_hub": True, "hub_strategy": "every_save", "save_steps": 1}
     trainer = make_trainer(tmp_path / "run", max_steps=1, **options)
     trainer.train()
     trainer.push_to_hub()

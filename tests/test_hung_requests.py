@@ -1,7 +1,6 @@
 """A signal ends the request that a run waits for: the last whole step is saved at once, and the run can go on."""
 
 import os
-import random
 import signal
 import threading
 import time
@@ -14,22 +13,11 @@ from dc_trl.resuming.interruption import RunInterrupted, StopSignals
 
 from . import helpers
 from .helpers import assert_same_weights, at_server, make_model, make_prompts, refuses, untimed_rows
-from .stub_server import completions, stub_server
+from .stub_server import sampled, stub_server
 from .vllm_server import requires_vllm
 
 
 pytestmark = requires_vllm
-
-
-def answer(body):
-    """As vLLM: completions that hang on the prompt and the seed alone."""
-    prompts, tokens = [], []
-    for prompt in body["prompt"]:
-        for index in range(body["n"]):
-            draw = random.Random(f"{prompt} {body.get('seed', 0) + index}")
-            prompts.append(prompt)
-            tokens.append([draw.randrange(20, 200) for _ in range(draw.randrange(1, body["max_tokens"]))])
-    return completions(prompts, tokens, None)
 
 
 class Hang:
@@ -39,7 +27,7 @@ class Hang:
         self._servers, self._path, self._left = servers, path, number
         self._lock = threading.Lock()
         for server in servers:
-            server.completes = answer
+            server.completes = sampled
             server.before = self
 
     def __call__(self, server, path):
@@ -97,7 +85,7 @@ def test_a_signal_ends_the_request_and_the_run_goes_on_as_if_nothing_had_been(
     with ExitStack() as stack:
         others = [stack.enter_context(stub_server()) for _ in servers]
         for server in others:
-            server.completes = answer
+            server.completes = sampled
         resumed = make_trainer(others, tmp_path / "run", **options)
         resumed.train(resume_from_checkpoint=str(checkpoint))
         whole = make_trainer(others, tmp_path / "whole", **options)

@@ -79,7 +79,7 @@ def test_the_surge_is_found_logged_and_drawn(tmp_path):
 @pytest.mark.parametrize("cut", [20, *(pytest.param(cut, marks=pytest.mark.long) for cut in (12, 30))])
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, cut):
     """Before the surge, when it is just found and not logged yet, and after a halving."""
-    options = {"curve": SURGE_AT_16, "save_strategy": "steps", "save_steps": cut}
+    options = {"curve": SURGE_AT_16, "save_steps": cut}
     whole = make_trainer(tmp_path / "whole", max_steps=32, **options)
     whole.add_callback(LengthDecayCallback(whole))
     whole.train()
@@ -107,7 +107,7 @@ def test_settings_that_contradict_the_schedule_are_refused(tmp_path, overrides, 
 
 
 def test_a_run_and_its_schedule_start_at_the_same_step(tmp_path):
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2, save_only_model=True)
+    trainer = make_trainer(tmp_path, save_steps=2, save_only_model=True)
     trainer.add_callback(LengthDecayCallback(trainer, decay_period=2))
     trainer.train()
     with refuses(ValueError, "at step 0 ", "at step 4:", "save_only_model=False"):

@@ -6,14 +6,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from transformers import TrainerCallback
 
 from dc_trl import DeploymentCheckpointCallback, HistoryCallback
 from dc_trl.command.report import main as report
 from dc_trl.command.train import train
 from dc_trl.files import LOCK_FILE, append_text, lock_output, write_bytes, write_text
 
-from .helpers import ROOT, Rollouts, make_trainer, refuses
+from .helpers import ROOT, On, Rollouts, make_trainer, refuses
 
 
 WORDS = [
@@ -82,7 +81,7 @@ def test_links_to_folders_in_the_place_of_checkpoint_and_deployment_are_replaced
         (outside / name).mkdir(parents=True)
         (outside / name / "config.json").write_text("mine")
         (run / name).symlink_to(outside / name)
-    trainer = make_trainer(run, deployment_scheme="fp8", max_steps=1, save_strategy="steps", save_steps=1)
+    trainer = make_trainer(run, deployment_scheme="fp8", max_steps=1, save_steps=1)
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
     trainer.train()
     for name in ("checkpoint-1", "deployment"):
@@ -131,15 +130,15 @@ def test_writers_replace_or_refuse(tmp_path, kind):
 
 
 def test_a_disk_that_is_full_names_the_file(small_disk):
-    class Fill(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                (small_disk / "filler").touch()
-                with suppress(OSError), open(small_disk / "filler", "ab", buffering=0) as file:
-                    while True:
-                        file.write(bytes(4096))
+    def fill(state, **kwargs):
+        if state.global_step == 1:
+            with suppress(OSError), open(small_disk / "filler", "ab", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
 
-    trainer = make_trainer(small_disk / "run", rollout_func=Rollouts(), callbacks=[HistoryCallback(), Fill()])
+    trainer = make_trainer(
+        small_disk / "run", rollout_func=Rollouts(), callbacks=[HistoryCallback(), On("on_step_begin", fill)]
+    )
     with refuses(OSError, os.strerror(errno.ENOSPC)) as raised:
         trainer.train()
     assert {"history.jsonl", "completions.json"} & {Path(raised.value.filename).name}

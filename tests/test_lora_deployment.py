@@ -160,7 +160,7 @@ def test_base_and_adapter_are_deployed_and_pushed(tmp_path):
 
 
 def require_the_same_resumed(make, folder):
-    fields = {"weight_sync_steps": 3, "max_steps": 5, "save_strategy": "steps", "save_steps": 2, "export_run": False}
+    fields = {"weight_sync_steps": 3, "max_steps": 5, "save_steps": 2, "export_run": False}
     whole = make(folder, **fields)
     whole.train()
     resumed = make(folder, **fields)

@@ -28,7 +28,7 @@ from dc_trl.doctor.run import (
 )
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 
-from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL, refuses
+from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL, refuses, takes_minutes
 from .vllm_server import requires_vllm, wait_until_gone
 
 
@@ -201,8 +201,7 @@ def test_it_leaves_nothing_running_when_it_is_stopped(tmp_path, how, monkeypatch
         assert statuses_in(shown)["device"] == "passed"
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@takes_minutes
 @requires_vllm
 def test_a_real_server(at_root, tmp_path, monkeypatch):
     """vLLM is more exact than the format, and has the new weights after the first step."""

@@ -1,6 +1,5 @@
 """Several servers in place of one: how prompts are spread, and what becomes of them when a server fails."""
 
-import random
 from collections import Counter
 from contextlib import ExitStack
 
@@ -16,7 +15,7 @@ from dc_trl.serving.router import RoutedServers
 
 from . import helpers
 from .helpers import at_server, make_model, refuses
-from .stub_server import Router, completions, stub_server
+from .stub_server import Router, sampled, stub_server
 
 
 # --- the pool, against servers whose completions are a function of prompt and seed
@@ -24,22 +23,12 @@ from .stub_server import Router, completions, stub_server
 PROMPTS = [[3, 4], [5], [6, 7, 8], [9, 9, 9, 9], [10, 11], [12]]
 
 
-def answer(body):
-    """As vLLM: completions that hang on the prompt and the seed alone."""
-    (prompt,) = body["prompt"]
-    tokens = []
-    for index in range(body["n"]):
-        draw = random.Random(f"{prompt} {body.get('seed', 0) + index}")
-        tokens.append([draw.randrange(20, 200) for _ in range(draw.randrange(1, body["max_tokens"] + 1))])
-    return completions([prompt] * body["n"], tokens, None)
-
-
 @pytest.fixture
 def stubs():
     with ExitStack() as stack:
         servers = [stack.enter_context(stub_server()) for _ in range(3)]
         for server in servers:
-            server.completes = answer
+            server.completes = sampled
         yield servers
 
 
@@ -74,7 +63,7 @@ def generate(pool, seed=0, **options):
 def expected_rollout(seed=0):
     """What a single server says, by TRL's own client, to the same seeds."""
     with stub_server() as one, stub_server() as other:
-        one.completes = other.completes = answer
+        one.completes = other.completes = sampled
         pool = make_pool([one, other], [])
         other.failures = {"/v1/completions": 10**6, "/health": 10**6}
         return generate(pool, seed)
@@ -137,7 +126,7 @@ def test_all_servers_hold_the_weights_before_the_first_prompt_goes_out(stubs, li
         loads = [number for number, path in enumerate(stub.asked) if path == "/update_weight_version"]
         first_prompt = stub.asked.index("/v1/completions")
         assert loads[0] < first_prompt
-    # Each answer is followed by a look at the version that it was sampled with.
+    # Each sampled is followed by a look at the version that it was sampled with.
     assert all(stub.asked.count("/weight_info") > stub.asked.count("/v1/completions") for stub in stubs)
 
 
@@ -188,8 +177,8 @@ def test_weights_that_change_in_a_rollout_make_its_completions_void(stubs, lines
 
     def steal(body):
         changed.version = "another run's"
-        changed.completes = answer
-        return answer(body)
+        changed.completes = sampled
+        return sampled(body)
 
     changed.completes = steal
     assert generate(pool) == expected_rollout()
@@ -217,9 +206,9 @@ def test_when_all_are_lost_they_are_tried_again(stubs, lines, weights, no_pauses
 
     def once(body):
         """The only prompt that is answered in the first try."""
-        stubs[0].completes = answer
+        stubs[0].completes = sampled
         stubs[0].failures = {"/v1/completions": 1}
-        return answer(body)
+        return sampled(body)
 
     stubs[0].completes = once
     assert generate(pool) == expected_rollout()

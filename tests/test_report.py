@@ -71,6 +71,10 @@ def read_report(path):
     return reader
 
 
+def report_of(run):
+    return read_report(write_report(run, run.parent / "report.html"))
+
+
 def row_of(reader, name):
     """Cells of the first row of this name: the summary stands above the settings."""
     return next(row for row in reader.rows if row[0] == name)[1:]
@@ -119,7 +123,7 @@ def test_a_killed_run_is_reported_as_far_as_it_came(tmp_path):
     run = make_run(tmp_path / "run", settings=SETTINGS)
     with open(run / "history.jsonl", "a") as file:
         file.write('{"step": 5, "reward": 0.9')
-    reader = read_report(write_report(run, tmp_path / "report.html"))
+    reader = report_of(run)
     assert row_of(reader, "state") == ["going on, or stopped"]
     assert row_of(reader, "optimizer steps") == ["4"]
     assert row_of(reader, "discrepancy δ̄") == ["0.001", "0.004"]
@@ -128,14 +132,14 @@ def test_a_killed_run_is_reported_as_far_as_it_came(tmp_path):
 def test_a_history_alone_is_enough(tmp_path):
     ends = [{"step": 3, "collapse/reward": 0.1}, {"step": 3, "train_runtime": 12.3}]
     run = make_run(tmp_path / "run", rows=[*make_rows(3), *ends])
-    reader = read_report(write_report(run, tmp_path / "report.html"))
+    reader = report_of(run)
     assert row_of(reader, "state") == ["finished"]
     assert row_of(reader, "collapse alarms") == ["reward at step 3"]
     assert row_of(reader, "training seconds") == ["12"]
     assert row_of(reader, "multiplier λ") == ["0.101", "0.103"]
     with open(run / "history.jsonl", "a") as file:
         file.write('{"step": 4, "reward": 0.9}\n')  # it was resumed with more steps
-    assert row_of(read_report(write_report(run, tmp_path / "report.html")), "state") == ["going on, or stopped"]
+    assert row_of(report_of(run), "state") == ["going on, or stopped"]
     assert "Settings" not in reader.texts["h2"]
 
 
@@ -143,7 +147,7 @@ def test_values_that_are_not_finite_are_not_drawn(tmp_path):
     values = {1: 0.1, 2: math.nan, 3: math.inf, 4: None, 5: int("9" * 400)}  # the last is too large to draw
     run = make_run(tmp_path / "run", rows=make_rows(5, reward=values.get, grad_norm=math.nan))
     assert read_run(run).series("reward") == ([1], [0.1])
-    reader = read_report(write_report(run, tmp_path / "report.html"))
+    reader = report_of(run)
     assert not any("gradient" in text for text in reader.texts["figcaption"])  # nothing of it can be drawn
 
 
@@ -152,7 +156,7 @@ def test_benchmarks_have_panels_and_rows_of_their_own(tmp_path):
     for step, value in ((0, 0.25), (2, 0.5)):
         rows.append({"step": step, "eval_math/500 ü/avg@4": value, "eval_math/500 ü/avg@4_se": 0.02})
     run = make_run(tmp_path / "run", rows=rows)
-    reader = read_report(write_report(run, tmp_path / "report.html"))
+    reader = report_of(run)
     assert any(image["alt"].startswith("math/500 ü avg@4 over") for image in reader.all("img"))
     assert row_of(reader, "math/500 ü avg@4") == ["0.250 ± 0.020", "0.500 ± 0.020"]
 
@@ -286,7 +290,7 @@ def test_a_trainer_leaves_what_a_report_needs_and_no_secret(tmp_path):
     assert "dual_window" not in settings  # left alone
     assert settings["peft"]["default"]["r"] == 3
     assert settings["peft"]["default"]["target_modules"] == ["q_proj", "v_proj"]
-    reader = read_report(write_report(run, tmp_path / "report.html"))
+    reader = report_of(run)
     assert row_of(reader, "lambda_init") == ["0.25"]
     history = read_history(run / "history.jsonl")
     assert row_of(reader, "tolerance ε") == ["0.0037"]

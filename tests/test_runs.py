@@ -53,7 +53,7 @@ class Runs(NamedTuple):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """By the names of `STEPS`. Only a kill needs a process of its own."""
-    fields = {"max_steps": 9, "save_strategy": "steps", "save_steps": 3, "deployment_scheme": "fp8", "dual_window": 3}
+    fields = {"max_steps": 9, "save_steps": 3, "deployment_scheme": "fp8", "dual_window": 3}
     fields |= {"lambda_lr": 5.0, "lr_scheduler_type": "linear"}
     folders = {name: tmp_path_factory.mktemp("runs") for name in STEPS}
 

@@ -18,7 +18,7 @@ from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.schedule import SyncSchedule
 
 from . import helpers
-from .helpers import Rollouts, logged, make_prompts, read_json, untimed_rows
+from .helpers import On, Rollouts, logged, make_prompts, read_json, untimed_rows
 
 
 SCHEME = "fp8"
@@ -121,24 +121,20 @@ def test_a_second_training_begins_with_present_weights(tmp_path):
 # --- evaluation and checkpoints --------------------------------------------------------------------------------------
 
 
-class Greedy(TrainerCallback):
+def measure(trainer):
     """Measures the present policy after every step, without a random number."""
-
-    trainer: DCGRPOTrainer
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.deployed_completion_ids([[20, 21, 22]])
+    trainer.add_callback(On("on_step_end", lambda state, **_: trainer.deployed_completion_ids([[20, 21, 22]])))
 
 
 def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_own(tmp_path):
     plain = make_trainer(tmp_path / "plain")
     plain.train()
-    greedy = Greedy()
-    greedy.trainer = make_trainer(tmp_path / "measured", greedy)
-    greedy.trainer.train()
-    assert untimed_rows(greedy.trainer) == untimed_rows(plain)
+    measured = make_trainer(tmp_path / "measured")
+    measure(measured)
+    measured.train()
+    assert untimed_rows(measured) == untimed_rows(plain)
 
-    sampling = {"eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 1, "per_device_eval_batch_size": 2}
+    sampling = {"eval_steps": 3, "num_generations_eval": 1, "per_device_eval_batch_size": 2}
     weights = watched(tmp_path / "evaluated", **sampling)
     assert set(weights.evaluated) == {3, 6, 9, 10}
     for step in (3, 6, 9):
@@ -158,8 +154,8 @@ def ages_of_corrected(trainer, **options):
 def test_the_correction_gets_the_age_of_each_batch(tmp_path, batches):
     """With two steps a batch, the batch is corrected as it is sampled, for both."""
     options = {"constraint": "none", "rollout_correction": "ppo_clip", "max_steps": 6, **batches}
-    sampling = {"eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 1, "per_device_eval_batch_size": 2}
-    options |= sampling | {"save_strategy": "steps", "save_steps": 1}
+    sampling = {"eval_steps": 3, "num_generations_eval": 1, "per_device_eval_batch_size": 2}
+    options |= sampling | {"save_steps": 1}
     whole = make_trainer(tmp_path, **options)
     training = ages_of_corrected(whole)
     resumed = make_trainer(tmp_path / "resumed", **options)
@@ -173,9 +169,9 @@ def test_the_correction_gets_the_age_of_each_batch(tmp_path, batches):
 @pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.long) for step in (4, 6))])
 def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_path, step):
     """Bit for bit; also where the engine held the weights of an evaluation when the run was saved."""
-    options = {"save_strategy": "steps", "save_steps": 1, "lambda_lr": 0.5}
-    greedy = Greedy()
-    greedy.trainer = whole = make_trainer(tmp_path, greedy, **options)
+    options = {"save_steps": 1, "lambda_lr": 0.5}
+    whole = make_trainer(tmp_path, **options)
+    measure(whole)
     whole.train()
     checkpoint = tmp_path / f"checkpoint-{step}"
     kept = read_json(checkpoint / "dc_grpo_state.json")["weight_sync"]["kept"]
@@ -191,7 +187,7 @@ def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_p
 
 
 def test_a_checkpoint_without_the_weights_that_sample_is_not_whole(tmp_path):
-    make_trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    make_trainer(tmp_path, save_steps=2, max_steps=2).train()
     checkpoint = tmp_path / "checkpoint-2"
     assert checkpoint_defect(checkpoint) is None
     weights = checkpoint / "sampler" / "model.safetensors"

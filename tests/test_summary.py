@@ -27,7 +27,7 @@ def trained(output_dir, held_out=8, between=False, reward=None, **fields):
         train_dataset=make_prompts(2),  # an epoch of two steps, as scripts/train.py sizes it
         eval_dataset=make_prompts(held_out),
         callbacks=[HistoryCallback()],
-        **{"deployment_scheme": "fp8", "max_steps": 2, "save_strategy": "steps", "save_steps": 2} | fields,
+        **{"deployment_scheme": "fp8", "max_steps": 2, "save_steps": 2} | fields,
     )
     trainer.add_callback(BeforeAndAfter(trainer, between))
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
@@ -113,7 +113,7 @@ def test_a_single_held_out_problem_has_no_standard_error(tmp_path, capsys):
 
 
 def test_greedy_completions_are_measured_in_between_where_that_is_asked_for(tmp_path):
-    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    evaluated = {"eval_steps": 1, "per_device_eval_batch_size": 8}
     for between in (False, True):
         folder = tmp_path / str(between)
         folder.mkdir()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 from dc_trl.callbacks.deployment import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
@@ -15,6 +14,7 @@ from dc_trl.rollouts.sampling import EngineSpec
 
 from .helpers import (
     TWO_PROCESSES,
+    On,
     assert_same_weights,
     distinct_characters,
     logged,
@@ -98,7 +98,7 @@ def test_training_is_the_same(tmp_path, options):
 
 
 def test_masters_are_saved_and_a_resumed_run_goes_on_exactly(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "gradient_checkpointing": True}
+    options = {"save_steps": 2, "max_steps": 4, "gradient_checkpointing": True}
     whole = train(tmp_path, **options)
     saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert all(torch.equal(weight, whole.model.get_parameter(name)) for name, weight in saved.items())
@@ -138,14 +138,13 @@ def test_what_a_gradient_needs_is_freed_before_the_optimizers_step(tmp_path):
     """Two activations of each layer, for gradient checkpointing."""
     seen = []
 
-    class Kept(TrainerCallback):
-        def on_optimizer_step(self, args, state, control, **kwargs):
-            (end,) = trainer.deployed_forward._ends
-            seen.append(len(end.__self__._entries))
+    def look(state, **kwargs):
+        (end,) = trainer.deployed_forward._ends
+        seen.append(len(end.__self__._entries))
 
     trainer = make_trainer(
         tmp_path, make_model(128), deployment_scheme="fp8", train_through_quantization=True, max_steps=1
     )
-    trainer.add_callback(Kept())
+    trainer.add_callback(On("on_optimizer_step", look))
     trainer.train()
     assert seen == [0]

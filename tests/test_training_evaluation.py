@@ -16,6 +16,7 @@ from .helpers import (
     make_trainer,
     read_json,
     succeed,
+    takes_minutes,
     tiny_model,
 )
 
@@ -25,8 +26,7 @@ def tiny_trainer(output_dir, reward=None, **overrides):
     return make_trainer(output_dir, tiny_model(), reward, **options)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@takes_minutes
 def test_two_processes_evaluate_as_one(tmp_path):
     """Eleven problems in batches of four: the last batch of the second process has one that counts."""
     trainer = tiny_trainer(tmp_path / "one", distinct_characters)
@@ -87,7 +87,7 @@ def test_several_evaluation_sets_keep_their_own_metrics(tmp_path):
         "short": Dataset.from_dict({"prompt": ["1", "22"]}),
         "long": Dataset.from_dict({"prompt": ["4444", "55555", "666666"]}),
     }
-    options = {"deployment_scheme": "fp8", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    options = {"deployment_scheme": "fp8", "eval_steps": 1, "max_steps": 1}
     trainer = make_trainer(tmp_path, None, prompt_length, eval_dataset=sets, **options)
     trainer.train()
     for name, rows in sets.items():

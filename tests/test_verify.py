@@ -40,9 +40,7 @@ def digests_by_hand(file):
 
 
 def test_every_deployment_of_a_run_says_what_it_is(tmp_path):
-    trainer = make_trainer(
-        tmp_path, deployment_scheme="fp8", export_run=True, save_strategy="steps", save_steps=2, max_steps=3
-    )
+    trainer = make_trainer(tmp_path, deployment_scheme="fp8", export_run=True, save_steps=2, max_steps=3)
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
     trainer.train()
     for folder, steps in (tmp_path / "deployment", 3), (tmp_path / "checkpoint-2" / "deployment", 2):

@@ -42,6 +42,7 @@ from .helpers import (
     read_json,
     refuses,
     succeed,
+    takes_minutes,
     tiny_model,
 )
 from .vllm_server import complete, requires_vllm, shared_memory, wait_until_gone
@@ -201,7 +202,7 @@ def test_the_score_is_centred_by_what_the_server_names(fp8_server, tmp_path, fie
 @pytest.mark.long
 def test_a_killed_run_leaves_no_weights_and_comes_to_the_same_ones_when_it_is_resumed(fp8_server, tmp_path):
     options = {"max_steps": 4, "per_device_train_batch_size": 16, "learning_rate": 1e-3, "max_completion_length": 24}
-    options |= {"save_strategy": "steps", "save_steps": 2}
+    options |= {"save_steps": 2}
     killed = options | {"output_dir": str(tmp_path / "killed"), "kill_at": 3, "server": fp8_server.url}
     done = subprocess.run([sys.executable, "-m", "tests.worker", json.dumps(killed)], cwd=ROOT, timeout=280)
     assert done.returncode == -signal.SIGKILL
@@ -226,9 +227,7 @@ def test_a_killed_run_leaves_no_weights_and_comes_to_the_same_ones_when_it_is_re
 @pytest.mark.long
 def test_what_samples_is_what_ships(fp8_server, tmp_path):
     """The exported checkpoint in a fresh plain server says what the training server said, token for token."""
-    trainer = make_trainer(
-        fp8_server.url, tmp_path, max_steps=4, save_strategy="steps", save_steps=2, learning_rate=1e-3
-    )
+    trainer = make_trainer(fp8_server.url, tmp_path, max_steps=4, save_steps=2, learning_rate=1e-3)
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
     trainer.train()
     trainer.vllm_generation.sync_weights()
@@ -437,8 +436,7 @@ def test_a_server_on_another_machine_needs_a_directory_that_both_see(tmp_path):
         make_trainer("http://192.0.2.1:8000", tmp_path)  # an address that is nobody's (RFC 5737)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@takes_minutes
 def test_nothing_is_left_of_the_server_of_a_killed_run(tmp_path):
     """The whole script: the run starts its own server, and is killed."""
     output = tmp_path / "output"

@@ -47,7 +47,7 @@ def train(options: dict[str, Any]) -> DCGRPOTrainer:
     kill_at, kill_in_save = options.pop("kill_at", None), options.pop("kill_in_save", None)
     benchmark = options.pop("benchmark", None)
     if benchmark is not None:
-        options |= {"eval_strategy": "steps", "eval_steps": options["max_steps"]}
+        options |= {"eval_steps": options["max_steps"]}
     server, colocate = options.pop("server", None), options.pop("colocate", None)
     if server is not None:
         options = {"deployment_scheme": "fp8"} | options | {"vllm_mode": "server", "vllm_server_base_url": server}

@@ -31,7 +31,7 @@ from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.tables import markdown_table
 from dc_trl.training.arguments import RunArguments
-from tests.helpers import ROOT, TINY_MODEL, load_script, make_config, refuses, succeed
+from tests.helpers import ROOT, TINY_MODEL, load_script, make_config, refuses, succeed, takes_minutes
 
 
 asynchronous = load_script("study/asynchronous")
@@ -604,8 +604,7 @@ def test_what_each_recipe_sets_is_the_best_remedy_that_the_study_found_or_tied_w
         assert of_recipe | {"recipe": None} == of_cell | {"recipe": None}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@takes_minutes
 def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
     folder = tmp_path / "study"
     folder.mkdir()
