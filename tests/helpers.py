@@ -346,6 +346,21 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
         assert torch.equal(parameter, other.get_parameter(name)), name
 
 
+def corrected_tokens(trainer: Any, **options: Any) -> list[SampledTokens]:
+    """Trains, and returns what the correction has seen of each micro-batch."""
+    found, correction = [], trainer.correction
+    trainer.correction = lambda tokens: (found.append(tokens), correction(tokens))[1]
+    trainer.train(**options)
+    return found
+
+
+def report_of_two(ranks: list[Any]) -> Any:
+    """The report of the first of two processes that reduce their statistics together."""
+    of_others: list[torch.Tensor] = []
+    assert ranks[1].reduce(lambda local: of_others.append(local) or local) is not None
+    return ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
+
+
 class On(TrainerCallback):
     """Calls a function at an event, with the trainer's state and what transformers passes by name."""
 

@@ -71,7 +71,8 @@ def compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, peft_conf
     dropped = train(tmp_path / "a", rewards, peft_config=peft_config, drop_zero_std_groups=True, **fields, **shuffle)
     (inputs,) = seen_by_the_loss
     kept = inputs["completion_mask"].any(-1)
-    odd = [int(tokenizer.decode(ids[m.bool()]).split("+")[0]) % 2 for ids, m in _prompts(inputs)]
+    prompts = zip(inputs["prompt_ids"], inputs["prompt_mask"].bool(), strict=True)
+    odd = [int(tokenizer.decode(ids[mask]).split("+")[0]) % 2 for ids, mask in prompts]
     assert kept.tolist() == [bool(number) for number in odd]
     assert 0 < kept.sum() < 16
 
@@ -100,10 +101,6 @@ def compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, peft_conf
     assert logged(dropped, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
     assert logged(dropped, "discrepancy/mean") == pytest.approx(logged(alone, "discrepancy/mean"), rel=1e-5)
     return dropped, alone
-
-
-def _prompts(inputs):
-    return zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
 
 
 def test_a_batch_of_nothing_else_moves_nothing(tmp_path):

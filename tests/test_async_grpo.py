@@ -20,7 +20,17 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from dc_trl.async_grpo import AsyncDCGRPOConfig, AsyncDCGRPOTrainer
 from dc_trl.constraint.mismatch import mismatch_metrics
 
-from .helpers import SMALL_RUN, assert_same_weights, load_script, logged, make_model, make_prompts, read_json, refuses
+from .helpers import (
+    SMALL_RUN,
+    assert_same_weights,
+    corrected_tokens,
+    load_script,
+    logged,
+    make_model,
+    make_prompts,
+    read_json,
+    refuses,
+)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::trl.import_utils.TRLExperimentalWarning")
@@ -347,25 +357,19 @@ def test_the_correction_gets_the_age_of_each_sample(make_trainer):
     """A step has two micro-batches. Of the samples, groups of four have the version of their weights."""
     fields = {"constraint": "none", "rollout_correction": "ppo_clip", "save_strategy": "steps", "save_steps": 2}
 
-    def seen(trainer, **options):
-        found, correction = [], trainer.correction
-        trainer.correction = lambda tokens: (found.append(tokens), correction(tokens))[1]
-        trainer.train(**options)
-        return found
-
     # New weights after two steps, as version 2, and a micro-batch for each group.
     samples = of_versions(1, 1, 1, 1, 1, 2, 2, 1, 2, 2)
     trainer = make_trainer(samples=samples, max_steps=4, weight_sync_steps=2, **fields)
-    ages = [tokens.age.tolist() for tokens in seen(trainer)]
+    ages = [tokens.age.tolist() for tokens in corrected_tokens(trainer)]
     assert ages == [[age] * 4 for age in (0, 0, 1, 1, 2, 0, 1, 3)]
     # A run that goes on publishes its weights anew, and samples with them.
     resumed = make_trainer(samples=of_versions(*[1] * 6), max_steps=4, weight_sync_steps=2, **fields)
     checkpoint = f"{trainer.args.output_dir}/checkpoint-2"
-    ages = [tokens.age.tolist() for tokens in seen(resumed, resume_from_checkpoint=checkpoint)]
+    ages = [tokens.age.tolist() for tokens in corrected_tokens(resumed, resume_from_checkpoint=checkpoint)]
     assert ages == [[age] * 4 for age in (0, 0, 1, 1)]
     # New weights after each step, and two groups in a micro-batch, whose samples TRL reorders.
     samples = of_versions(1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
-    last = seen(make_trainer(samples=samples, max_steps=2, per_device_train_batch_size=8, **fields))[-1]
+    last = corrected_tokens(make_trainer(samples=samples, max_steps=2, per_device_train_batch_size=8, **fields))[-1]
     found = zip(last.advantages.tolist(), last.age.tolist(), strict=True)
     expected = [(sample.advantage, 2 - sample.model_version) for sample in samples[24:32]]
     for (advantage, age), (own, of_sample) in zip(sorted(found), sorted(expected), strict=True):

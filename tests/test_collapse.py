@@ -26,6 +26,10 @@ def curve(metric, values):
     return [{metric: value} for value in values]
 
 
+def jumped(metric, before, after):
+    return rung(curve(metric, [before] * 20 + [after] * 20))
+
+
 # --- rules by hand, with windows of 5: the median turns at the 3rd log of a jump, the alarm rings 4 logs later ------
 
 
@@ -65,19 +69,19 @@ def test_a_gradient_norm_that_is_not_finite(value):
 
 def test_mismatch_by_hand():
     for metric in CollapseMonitor.MISMATCH:
-        assert rung(curve(metric, [1e-3] * 20 + [4.9e-3] * 20)) == []
-        assert rung(curve(metric, [1e-3] * 20 + [5.1e-3] * 20)) == [("mismatch", 27, 5.1e-3, 5e-3, 18)]
-        assert rung(curve(metric, [1e-3] * 20 + [0.9e-4] * 20)) == []  # a policy that becomes sure has less of it
+        assert jumped(metric, 1e-3, 4.9e-3) == []
+        assert jumped(metric, 1e-3, 5.1e-3) == [("mismatch", 27, 5.1e-3, 5e-3, 18)]
+        assert jumped(metric, 1e-3, 0.9e-4) == []  # a policy that becomes sure has less of it
 
 
 def test_entropy_by_hand():
-    assert rung(curve("entropy", [0.3] * 20 + [0.021] * 20)) == []  # above 0.02 nats
-    assert rung(curve("entropy", [0.1] * 20 + [0.011] * 20)) == []  # above a tenth
-    assert rung(curve("entropy", [0.3] * 20 + [0.019] * 20)) == [("entropy_low", 27, 0.019, 0.02, 18)]
-    assert rung(curve("entropy", [0.3] * 20 + [0.0] * 20)) == [("entropy_low", 27, 0.0, 0.02, 18)]
-    assert rung(curve("entropy", [0.2] * 20 + [0.99] * 20)) == []  # below 1 nat
-    assert rung(curve("entropy", [0.5] * 20 + [1.4] * 20)) == []  # below the triple
-    assert rung(curve("entropy", [0.5] * 20 + [1.6] * 20)) == [("entropy_high", 27, 1.6, 1.5, 18)]
+    assert jumped("entropy", 0.3, 0.021) == []  # above 0.02 nats
+    assert jumped("entropy", 0.1, 0.011) == []  # above a tenth
+    assert jumped("entropy", 0.3, 0.019) == [("entropy_low", 27, 0.019, 0.02, 18)]
+    assert jumped("entropy", 0.3, 0.0) == [("entropy_low", 27, 0.0, 0.02, 18)]
+    assert jumped("entropy", 0.2, 0.99) == []  # below 1 nat
+    assert jumped("entropy", 0.5, 1.4) == []  # below the triple
+    assert jumped("entropy", 0.5, 1.6) == [("entropy_high", 27, 1.6, 1.5, 18)]
 
 
 def test_streaks_by_hand():

@@ -33,6 +33,7 @@ from .helpers import (
     make_prompts,
     make_trainer,
     refuses,
+    report_of_two,
 )
 from .test_trainer import ALIGNED, MISALIGNED, ByStep
 
@@ -176,9 +177,7 @@ def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
         part = SampledTokens(*(values[rows] for values in TOKENS[:4]))
         statistics.add(part, penalty[rows], weights[rows])
     ranks[2].add(TOKENS, penalty, weights)
-    of_others: list[torch.Tensor] = []
-    ranks[1].reduce(lambda local: of_others.append(local) or local)
-    report = ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
+    report = report_of_two(ranks[:2])
     assert report.tokens == 5
     assert report.mean_discrepancy == pytest.approx((0.4 / 2 + 0.29 / 2) / 2)
     metrics = batch_metrics(report, LagrangeMultiplier(init=0.5))

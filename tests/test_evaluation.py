@@ -80,12 +80,13 @@ def test_the_replica_samples_from_its_distribution(tokenizer):
     for token, probability in zip(order.indices[:kept].tolist(), order.values[:kept].tolist(), strict=True):
         expected[tokenizer.decode([token], skip_special_tokens=True)] += probability / order.values[:kept].sum().item()
     assert set(counts) <= set(expected)
-    texts = [text for text in expected if 4000 * expected[text] >= 5]
-    observed = [counts[text] for text in texts] + [4000 - sum(counts[text] for text in texts)]
-    wanted = [4000 * expected[text] for text in texts]
+    common = [text for text in expected if 4000 * expected[text] >= 5]
+    observed, wanted = ([of[text] for text in common] for of in (counts, expected))
+    observed.append(4000 - sum(observed))
+    wanted = [4000 * share for share in wanted]
     wanted.append(4000 - sum(wanted))
     if wanted[-1] < 1e-6:
-        observed, wanted = observed[:-1], wanted[:-1]
+        del observed[-1], wanted[-1]
     # Chi-squared: its mean is the degrees of freedom, its variance twice that.
     freedom = len(wanted) - 1
     statistic = sum((seen - want) ** 2 / want for seen, want in zip(observed, wanted, strict=True))
@@ -339,5 +340,5 @@ def test_two_evaluations_are_compared_on_their_common_benchmarks():
     assert rows[2][:3] == ["average", "43.8", "50.0"]  # (25 + 62.5) / 2 and (50 + 50) / 2, without gsm8k
     with refuses(ValueError, "benchmark in common"):
         compare(first, made_evaluation("fp8", {"math500": [1.0]}))
-    with refuses(ValueError, "'amc23'"):
+    with refuses(ValueError, "'amc23'", "the same"):
         compare(first, made_evaluation("fp8", {"amc23": [1.0, 1.0, 1.0]}))

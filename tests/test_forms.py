@@ -24,6 +24,7 @@ from .helpers import (
     make_model,
     make_trainer,
     refuses,
+    report_of_two,
 )
 
 
@@ -120,9 +121,7 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
         for _ in range(2):  # each row twice
             rows = slice(row, row + 1)
             rank.add(SampledTokens(*(values[rows] for values in TOKENS[:4])), penalty[rows])
-    of_others: list[torch.Tensor] = []
-    assert ranks[1].reduce(lambda local: of_others.append(local) or local) is not None
-    report = ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
+    report = report_of_two(ranks)
     assert report.tokens == 10
     assert report.mean_discrepancy == pytest.approx((0.1 / 2 + 0.75 / 3) / 2)
     metrics = batch_metrics(report, LagrangeMultiplier(init=0.5))

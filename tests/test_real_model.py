@@ -19,7 +19,7 @@ from dc_trl.training.arguments import RunArguments
 from dc_trl.training.build import build_trainer
 
 from .helpers import ROOT, floor_and_format, logged, read_json, succeed, tensors_in
-from .vllm_server import Serve, requires_vllm
+from .vllm_server import requires_vllm, serving
 
 
 MODEL = ROOT / "runs" / "real_model"
@@ -138,8 +138,7 @@ def test_nothing_is_left_of_the_replicas_mismatch_and_the_export_is_the_replica(
 @pytest.mark.timeout(900)
 @requires_vllm
 def test_a_server_samples_answers_and_follows(policy, tmp_path):
-    server = Serve(tmp_path, "--scheme", "fp8", "--max_model_len", "256", model=str(MODEL))
-    try:
+    with serving(tmp_path, "--scheme", "fp8", "--max_model_len", "256", model=str(MODEL)) as server:
         fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url()}
         trainer = run(tmp_path, **fields, vllm_max_model_length=256)
         assert all(0.01 < value < 0.08 for value in logged(trainer, "discrepancy/mean"))
@@ -160,5 +159,3 @@ def test_a_server_samples_answers_and_follows(policy, tmp_path):
         with torch.no_grad():
             own = policy(ids).logits[0, :-1].float().softmax(-1).gather(-1, ids[0, 1:, None])[-len(served) :, 0]
         assert (served.exp() - own).abs().mean() < 0.15
-    finally:
-        server.end()

@@ -296,12 +296,6 @@ def test_a_trainer_leaves_what_a_report_needs_and_no_secret(tmp_path):
     assert row_of(reader, "tolerance ε") == ["0.0037"]
     assert row_of(reader, "multiplier λ")[0] == f"{history[0]['lagrangian/lambda']:.4g}"
 
-    # A second run in the same directory begins its own files and keeps the first one's.
-    make_trainer(run, max_steps=1, **options).train()
-    assert read_json(run / "settings.1.json") == settings
-    assert read_history(run / "history.1.jsonl") == history
-    assert read_json(run / "settings.json")["max_steps"] == 1
-
 
 def test_settings_are_json_without_secrets(tmp_path):
     args = make_config(tmp_path)

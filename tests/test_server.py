@@ -1,5 +1,7 @@
 """`dc-trl serve` and what it starts: a real vLLM server, its peers, its end."""
 
+import errno
+import os
 import signal
 import socket
 import sys
@@ -62,8 +64,8 @@ def test_trls_stock_client_talks_to_it(fp8_server):
 )
 def test_a_server_that_does_not_fit_is_refused(fp8_server, changed, words):
     client = ServerClient(fp8_server.url)
-    model = make_model(128, num_hidden_layers=4, vocab_size=changed.pop("vocabulary", 262))
-    needs = {"scheme": "fp8", "max_length": 256, "weight_sync": "checkpoint"} | changed
+    needs = {"scheme": "fp8", "max_length": 256, "weight_sync": "checkpoint", "vocabulary": 262} | changed
+    model = make_model(128, num_hidden_layers=4, vocab_size=needs.pop("vocabulary"))
     with refuses(ServerError, *words):
         check_server(client.get_server_info(), client.layers(), config=model.config, **needs)
 
@@ -137,10 +139,10 @@ def occupied():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"--model": "/no/such/model"}, ["model='/no/such/model'"]),
+        ({"--model": "/no/such/model"}, ["model='/no/such/model'", "exist"]),
         ({"--model": "QUANTIZED", "--scheme": "fp8"}, ["scheme='fp8'", "QUANTIZED", "'bf16'"]),
-        ({"--port": "OCCUPIED"}, ["port=OCCUPIED", "another port"]),
-        ({"--host": "192.0.2.1"}, ["host='192.0.2.1'"]),
+        ({"--port": "OCCUPIED"}, ["port=OCCUPIED", os.strerror(errno.EADDRINUSE), "another port"]),
+        ({"--host": "192.0.2.1"}, ["host='192.0.2.1'", os.strerror(errno.EADDRNOTAVAIL)]),
         ({"--": "--host=0.0.0.0"}, ["--host=0.0.0.0", "set host and port"]),
     ],
 )

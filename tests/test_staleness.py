@@ -18,7 +18,7 @@ from dc_trl.rollouts.replica import Replica
 from dc_trl.rollouts.schedule import SyncSchedule
 
 from . import helpers
-from .helpers import On, Rollouts, logged, make_prompts, read_json, untimed_rows
+from .helpers import On, Rollouts, corrected_tokens, logged, make_prompts, read_json, untimed_rows
 
 
 SCHEME = "fp8"
@@ -143,11 +143,7 @@ def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_ow
 
 
 def ages_of_corrected(trainer, **options):
-    """Train, and return the age of each micro-batch that the correction has seen."""
-    found, correction = [], trainer.correction
-    trainer.correction = lambda tokens: (found.append(tokens.age), correction(tokens))[1]
-    trainer.train(**options)
-    return found
+    return [tokens.age for tokens in corrected_tokens(trainer, **options)]
 
 
 @pytest.mark.parametrize("batches", [{}, {"steps_per_generation": 2, "gradient_accumulation_steps": 1}])

@@ -131,10 +131,10 @@ def test_versions_are_counted_for_a_server_without_them_until_it_is_restarted(ca
 
 def test_what_cannot_be_asked_is_not_told_apart_from_a_difference(tmp_path, capsys):
     folder = deploy(make_model(), "bf16", tmp_path / "deployment")
-    assert verify.main(["http://127.0.0.1:9", str(folder)]) == 2  # the port of "discard", where nothing listens
-    assert "http://127.0.0.1:9" in capsys.readouterr().err
-    assert verify.main(["http://127.0.0.1:9", str(tmp_path)]) == 2
-    assert "dc_trl.json" in capsys.readouterr().err
+    nobody = "http://127.0.0.1:9"  # the port of "discard", where nothing listens
+    for place, named in ((folder, nobody), (tmp_path, "dc_trl.json")):
+        assert verify.main([nobody, str(place)]) == 2
+        assert named in capsys.readouterr().err
 
 
 @requires_vllm

@@ -153,10 +153,9 @@ def test_a_watch_that_cannot_begin_says_why(tmp_path, capsys):
     assert watch.main(options(tmp_path, "http://127.0.0.1:9")) == 2  # the port of "discard", where nothing listens
     assert "http://127.0.0.1:9" in capsys.readouterr().err
     with stub_server() as stub:
-        assert watch.main(options(tmp_path, stub.url, "--top_k", "0")) == 2
-        assert "top_k=0" in capsys.readouterr().err
-        assert watch.main(options(tmp_path, stub.url, "--report_to", "aim")) == 2
-        assert "report_to='aim'" in capsys.readouterr().err
+        for option, value in {"top_k": 0, "report_to": "aim"}.items():
+            assert watch.main(options(tmp_path, stub.url, f"--{option}", str(value))) == 2
+            assert f"{option}={value!r}" in capsys.readouterr().err
         save(make_model(), tmp_path / "run" / "checkpoint-1")
         stub.completes = lambda body: {"choices": [{"index": 3}]}
         assert watch.main(options(tmp_path, stub.url, "--looks", "1")) == 2
