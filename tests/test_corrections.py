@@ -40,17 +40,18 @@ from .test_trainer import ALIGNED, MISALIGNED, ByStep
 
 MODES = sorted(CORRECTIONS)
 
-# Ratios 4, 0.25, 1.25 and 3 (not scored); 1.8, 0.9 and two tokens that are not scored.
-TRAIN = torch.tensor([[0.8, 0.1, 0.5, 0.9], [0.54, 0.45, 0.3, 0.3]]).log()
-INFER = torch.tensor([[0.2, 0.4, 0.4, 0.3], [0.3, 0.50, math.nan, 0.1]]).log()
-SCORED = torch.tensor([[True, True, True, False], [True, True, False, False]])
-ADVANTAGES = torch.tensor([1.0, -1.0])
-TOKENS = SampledTokens(TRAIN, INFER, SCORED, ADVANTAGES)
-
 
 def matrix(rows):
     """Of numbers in a text, with | between its rows."""
     return torch.tensor([[float(number) for number in row.split()] for row in rows.split("|")])
+
+
+# Ratios 4, 0.25, 1.25 and 3 (not scored); 1.8, 0.9 and two tokens that are not scored.
+TRAIN = matrix("0.8 0.1 0.5 0.9 | 0.54 0.45 0.3 0.3").log()
+INFER = matrix("0.2 0.4 0.4 0.3 | 0.3 0.50 nan 0.1").log()
+SCORED = matrix("1 1 1 0 | 1 1 0 0").bool()
+ADVANTAGES = torch.tensor([1.0, -1.0])
+TOKENS = SampledTokens(TRAIN, INFER, SCORED, ADVANTAGES)
 
 
 @pytest.mark.parametrize(

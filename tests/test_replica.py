@@ -44,6 +44,7 @@ from .helpers import (
 )
 
 
+quantized = pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8", "int4", "int4_g32"])
 PROMPTS = [[20, 30, 40], [50], [60, 70, 80, 90, 100]]
 
 
@@ -83,11 +84,11 @@ def by_hand(weight, scheme):
     return out
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8", "int4", "int4_g32"])
+@quantized
 def test_weights_by_hand(scheme):
     torch.manual_seed(0)
     weight = torch.randn(200, 256)
-    args = resolve_scheme(scheme, make_model(128)).weights
+    args = scheme_of(scheme).weights
     torch.testing.assert_close(fake_quantize_weight(weight, args), by_hand(weight, scheme), rtol=1e-5, atol=1e-6)
 
 
@@ -422,7 +423,7 @@ def test_groups_follow_the_width_of_the_model(caplog):
         Replica(make_model(), "fp4")
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "fp8_block", "int8", "int4", "int4_g32"])
+@quantized
 def test_experts_by_hand(scheme):
     policy = make_experts(256)
     replica = Replica(policy, scheme)
