@@ -341,9 +341,10 @@ def plain_logps(model: Any, prompt: list[int], ids: list[int], temperature: floa
 
 
 def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    """All parameters of two models are equal, bit for bit."""
-    for name, parameter in one.named_parameters():
-        assert torch.equal(parameter, other.get_parameter(name)), name
+    """All parameters of two models have the same names and are equal, bit for bit."""
+    for (name, mine), (other_name, theirs) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert name == other_name
+        assert torch.equal(mine, theirs), name
 
 
 def corrected_tokens(trainer: Any, **options: Any) -> list[SampledTokens]:
