@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .calibration import calibrate as calibrate
     from .callbacks.collapse import CollapseAlarmCallback as CollapseAlarmCallback
     from .callbacks.collapse import CollapseMonitor as CollapseMonitor
-    from .callbacks.deployment import DeploymentCheckpointCallback as DeploymentCheckpointCallback
+    from .callbacks.export import DeploymentCheckpointCallback as DeploymentCheckpointCallback
     from .callbacks.length_decay import LengthDecayCallback as LengthDecayCallback
     from .callbacks.length_decay import LengthDecaySchedule as LengthDecaySchedule
     from .callbacks.length_decay import SurgeDetector as SurgeDetector
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from .config import DCGRPOConfig as DCGRPOConfig
     from .constraint.discrepancy import token_discrepancy as token_discrepancy
     from .constraint.lagrangian import LagrangeMultiplier as LagrangeMultiplier
-    from .constraint.mismatch import mismatch_metrics as mismatch_metrics
+    from .constraint.metrics import mismatch_metrics as mismatch_metrics
     from .evaluation import evaluate as evaluate
     from .grading.rewards import math_reward as math_reward
+    from .run.history import HistoryCallback as HistoryCallback
     from .trainer import DCGRPOTrainer as DCGRPOTrainer
-    from .trainers.history import HistoryCallback as HistoryCallback
     from .version import __version__ as __version__
 
 # Where each public name lives. They are imported when they are used: TRL takes seconds, and a vLLM worker that reloads
@@ -31,8 +31,8 @@ _MODULES = {
     "CollapseMonitor": "callbacks.collapse",
     "DCGRPOConfig": "config",
     "DCGRPOTrainer": "trainer",
-    "DeploymentCheckpointCallback": "callbacks.deployment",
-    "HistoryCallback": "trainers.history",
+    "DeploymentCheckpointCallback": "callbacks.export",
+    "HistoryCallback": "run.history",
     "LagrangeMultiplier": "constraint.lagrangian",
     "LengthDecayCallback": "callbacks.length_decay",
     "LengthDecaySchedule": "callbacks.length_decay",
@@ -42,7 +42,7 @@ _MODULES = {
     "calibrate": "calibration",
     "evaluate": "evaluation",
     "math_reward": "grading.rewards",
-    "mismatch_metrics": "constraint.mismatch",
+    "mismatch_metrics": "constraint.metrics",
     "token_discrepancy": "constraint.discrepancy",
 }
 __all__ = [*_MODULES]

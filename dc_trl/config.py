@@ -12,10 +12,10 @@ from .constraint.forms import coefficient_of
 from .constraint.settings import Constraint, ConstraintSettings, read_correction, read_tolerance
 from .constraint.thresholds import lag_warning
 from .quantization.schemes import SERVED_SCHEMES, require_scheme, require_served_scheme
-from .rollouts.neutral_sampling import TRUNCATIONS, restrictions, truncations
 from .settings.contradictions import CONTRADICTIONS, refuse, require_effect
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
+from .settings.neutral_sampling import TRUNCATIONS, restrictions, truncations
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe
 

@@ -7,6 +7,7 @@ that Python and the command refuse with the same messages. `grading.checked_rewa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,12 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import GRPOConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from trl import GRPOConfig, GRPOTrainer
 
 from .config import DCGRPOConfig
-from .grading.checked_reward import excerpt, require_callable, reward_name
+from .grading.checked_reward import checked_reward, excerpt, require_callable, reward_name
+from .quantization.adapter import require_adapter_beside
 from .quantization.policy import base_model
 from .settings.distribution import require_whole_models, sharding_of
 from .settings.paths import require_model_path
@@ -339,3 +341,45 @@ def _require_end(tokenizer: PreTrainedTokenizerBase) -> None:
             "processing_class: the tokenizer has no eos_token, so that no completion would end: set "
             "tokenizer.eos_token, or save it in tokenizer_config.json."
         )
+
+
+def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
+    """Refuse a loaded policy that would not learn, or does not fit tokenizer and prompts; check what rewards return.
+
+    Args:
+        trainer: trainer with its policy, whose reward functions are wrapped.
+        prompts: first prompts of the data sets.
+
+    Returns:
+        What the policy can read; None with images, which become tokens that are not in the text.
+
+    Raises:
+        ValueError: see `require_trainable`, `limits_of` and `require_adapter_beside`.
+    """
+    args = trainer.args
+    require_trainable(trainer.model)
+    if args.lora_deployment == "adapter":
+        require_adapter_beside(trainer.model)
+    # DeepSpeed and FSDP keep weights in float32 beside those that compute.
+    if trainer.optimizer is None and sharding_of(args).kind is None:
+        warn_of_rounding(trainer.model, str(args.optim), args.learning_rate)
+    limits = None
+    if not isinstance(trainer.processing_class, ProcessorMixin):
+        context = args.vllm_max_model_length if args.use_vllm else None
+        policy = base_model(trainer.model)
+        limits = limits_of(policy, trainer._tokenizer, args.max_completion_length, context)
+        if trainer.rollout_func is None and trainer.environment_factories is None:  # they make tokens or prompts
+            for _, group in groupby(prompts, type):  # texts of one data set, conversations of another
+                prompt_ids = trainer._tokenize_prompts(alike := [*group])[0]
+                limits.require(prompt_ids, alike)
+                limits.warn(prompt_ids)
+    trainer.reward_funcs = [
+        function if isinstance(function, nn.Module) else checked_reward(function, name)
+        for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+    ]
+    if not trainer.reward_weights.any():
+        logger.warning(
+            f"reward_weights={trainer.reward_weights.tolist()}: all advantages will be 0, so nothing is learned. "
+            "Give at least one reward another weight."
+        )
+    return limits

@@ -15,6 +15,7 @@ enters the loss and both log-probabilities are finite; all other values, padding
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,6 +39,8 @@ class SampledTokens(NamedTuple):
             without a gradient; None where the discrepancy is not split.
         age: number of optimizer steps from the weights that sampled to the trainer's, at least 0; of each trajectory,
             shape (B,), or of the whole micro-batch.
+        metrics: values of the tokens, each of shape (B, T), whose mean over the scored tokens of a generation batch is
+            logged by their name. A form or correction of your own may leave some: `tokens.metrics["mine"] = values`.
     """
 
     train_logps: Tensor
@@ -46,6 +49,7 @@ class SampledTokens(NamedTuple):
     advantages: Tensor
     lagged_logps: Tensor | None = None
     age: Tensor | int = 0
+    metrics: dict[str, Tensor] | MappingProxyType[str, Tensor] = MappingProxyType({})
 
     @classmethod
     def of(
@@ -58,7 +62,25 @@ class SampledTokens(NamedTuple):
     ) -> SampledTokens:
         """Return the tokens with `scored` from a mask of shape (B, T), nonzero at the tokens that enter the loss."""
         known = [logps for logps in (train_logps, infer_logps, lagged_logps) if logps is not None]
-        return cls(train_logps, infer_logps, scored_tokens(mask, *known), advantages, lagged_logps)
+        return cls(train_logps, infer_logps, scored_tokens(mask, *known), advantages, lagged_logps, metrics={})
+
+    @classmethod
+    def of_batch(cls, batch: dict[str, Any], train_logps: Tensor, age: int, split: bool) -> SampledTokens:
+        """Return the tokens of a batch of TRL's trainer, which the parts of a run may have added columns to.
+
+        Args:
+            batch: with `sampling_per_token_logps`, or `kept_logps` where the engines are compared among kept tokens,
+                and, where the weights that sampled lag, `lagged_logps` or `lag` (see `parts.lag`).
+            train_logps: log π_train before the first optimizer step on the batch, shape (B, T), nats.
+            age: of the whole batch.
+            split: whether the discrepancy is split; without a lag, the weights that sampled are those that train.
+        """
+        logps = train_logps.detach()  # a gradient would go through a user's form or correction into the loss
+        lagged = None
+        if split:
+            lagged = logps - batch["lag"] if "lag" in batch else batch.get("lagged_logps", logps)
+        infer_logps = batch.get("kept_logps", batch["sampling_per_token_logps"])
+        return cls.of(logps, infer_logps, loss_mask(batch), batch["advantages"], lagged)._replace(age=age)
 
     def of_part(self, part: Literal["all", "lag", "engine"]) -> SampledTokens:
         """Return the tokens with the two log-probabilities between which a part of the discrepancy lies.

@@ -1,40 +1,62 @@
 """`DCGRPOTrainer`: TRL's GRPO trainer with the discrepancy measured token by token, and constrained.
 
-From top to bottom this file is the paper's algorithm: rollouts, penalised advantages, the loss, the statistics of the
-generation batch, one step of dual ascent. Sampling is in `trainers/sampling.py`, the life of a run in
-`trainers/run.py`. Nothing of TRL is copied; `trl_hooks.py` gives its private hooks the names that are used here.
+TRL's hooks are here under TRL's names, in the order of a step. Each calls an object that the trainer holds: the engine
+that samples, the constraint, the parts that settings ask for, the run with its checkpoints. Nothing of TRL is copied;
+docs/hooks.md lists the private names, with the reason for each.
 
 When TRL has computed `old_per_token_logps` (the weights change within a generation batch), these are log π_train at
 the weights from before the first step on the batch, and the advantages (B,) are at once replaced by penalised ones of
 tokens, (B, T). When it has not, the weights stay the same until the batch is used up, and the loss's own forward gives
 the same numbers: the advantages are replaced between that forward and their first use. Neither takes a forward more.
+
+TRL's `profiling_context` counts nested times twice, so a clock of our own is switched here. A GPU's remaining work is
+charged to the part that waits for it: the clock waits for the device where the host is about to wait anyway, at the
+end of a micro-batch, and before the statistics of a generation batch are reduced.
 """
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
+from accelerate import DistributedType
 from accelerate.logging import get_logger
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from .config import DCGRPOConfig
-from .constraint.corrections import correction_of
-from .constraint.forms import form_of
-from .constraint.lagrangian import LagrangeMultiplier
-from .constraint.statistics import BatchStatistics, batch_metrics, zero_std_groups
-from .constraint.thresholds import drift_warning
-from .gate import require_comparable
-from .records.clock import timed
+from .constraint.constraint import Constraint
+from .files import written_beside
+from .gate import Limits, require_comparable, require_fit, require_startable
+from .grading.totals import require_finite, total_rewards
+from .hub.card import CARD_FILE, complete_card, hub_dataset
+from .hub.push import HubClient, without_token
+from .parts import parts_of
+from .parts.part import Parts, Rollout, Scores
+from .quantization.policy import unwrapped
+from .records.clock import EVALUATION, OTHER, PREFIX, PartsClock
+from .records.runs import DEPLOYMENT_FOLDER
 from .records.verdict import NOT_MEASURED, first_batch
-from .rollouts.buffer import with_nonempty_completions
-from .rollouts.neutral_sampling import truncation_warning
-from .sampled_tokens import SampledTokens, loss_mask
-from .settings.contradictions import MEAN_OVER_COMPLETIONS
-from .trainers.run import RunTrainer
-from .trainers.sampling import LAG_COLUMNS, total_rewards
+from .run.checkpoints import Checkpoints
+from .run.history import HistoryCallback
+from .run.manifest import on_main_process
+from .run.resuming import given_rates, load_saved_weights, load_trained_adapter, position_in_data
+from .run.training_run import TrainingRun
+from .sampled_tokens import SampledTokens
+from .sampling.deployed_policy import greedy_completion_ids, greedy_completions, weighted_rewards
+from .sampling.empty_completions import sampled_only, with_nonempty_completions
+from .sampling.engines import build_sampler, require_engine
+from .settings.paths import shipped
 
 
 if TYPE_CHECKING:
@@ -44,6 +66,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LambdaLR
+    from torch.utils.data import Sampler as DataSampler
     from transformers import (
         BitsAndBytesConfig,
         PreTrainedModel,
@@ -51,17 +74,18 @@ if TYPE_CHECKING:
         ProcessorMixin,
         TrainerCallback,
     )
-    from trl import GRPOTrainer
 
+    from .constraint.lagrangian import LagrangeMultiplier
     from .grading.checked_reward import RewardFunction
-    from .rollouts.score_centering import ScoreCentering
+    from .run.deployment import Deployment
+    from .sampling.replica import Replica
 
     Reward: TypeAlias = str | PreTrainedModel | RewardFunction
 
 logger = get_logger(__name__)
 
 
-class DCGRPOTrainer(RunTrainer):
+class DCGRPOTrainer(GRPOTrainer):
     r"""GRPO under a constraint on the discrepancy between the training and the sampling engine (DC-GRPO).
 
     It takes the arguments of [`~trl.GRPOTrainer`], with [`DCGRPOConfig`] in place of `GRPOConfig`. The rollouts must
@@ -84,11 +108,13 @@ class DCGRPOTrainer(RunTrainer):
             `prompt_ids`, `completion_ids` and `logprobs`. It contradicts `deployment_scheme` without vLLM.
 
     Attributes:
-        lagrange_multiplier (`LagrangeMultiplier`): λ; constant with `constraint="static"`.
-        form (`Form` or `None`): how λ enters the objective, see `dc_trl.constraint.forms`; with `None`, the
-            discrepancy is only measured.
-        correction (`Correction` or `None`): how rollouts are corrected, see `dc_trl.constraint.corrections`.
-        replica (`Replica` or `None`): in-process engine that samples, if `deployment_scheme` is set without vLLM.
+        constraint (`Constraint`): form, correction and statistics of the discrepancy, and λ.
+        sampler (`Sampler`): the engine that samples, whichever it is, and the schedule of its weights.
+        parts (`Parts`): what the settings ask for beside this, see `dc_trl.parts`; one of your own may be added.
+        checkpoints (`Checkpoints`): saves the run and resumes it.
+        clock (`PartsClock`): measures the parts of the time of `train`, on from those of a checkpoint.
+        exports_at_end (`bool`): whether the present training exports the policy when it ends; `train` sets it each
+            time. A callback that stops a run whose result should not be served clears it.
 
     Raises:
         TypeError: `args` is not a `DCGRPOConfig`, or another argument has the wrong type.
@@ -110,9 +136,7 @@ class DCGRPOTrainer(RunTrainer):
     ```
     """
 
-    # Attributes of TRL
-    beta: float  # coefficient of the KL term
-    loss_type: str
+    _tag_names: ClassVar = ["trl", "grpo", "dc-grpo"]
 
     def __init__(
         self,
@@ -141,284 +165,521 @@ class DCGRPOTrainer(RunTrainer):
             args = DCGRPOConfig(f"{model_id.split('/')[-1]}-DC-GRPO", use_cpu=not torch.accelerator.is_available())
         if not isinstance(args, DCGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}: DCGRPOTrainer needs a DCGRPOConfig.")
+        model = shipped(model) if isinstance(model, str) else model
         require_comparable(args, rollout_func is not None)
-        if rollout_func is not None:
-            rollout_func = with_nonempty_completions(rollout_func)
+        checked: dict[str, Any] = {
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": processing_class,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }
+        prompts = require_startable(model=model, reward_funcs=reward_funcs, args=args, **checked)
+        require_engine(args, model, tools=tools, **checked)
         # Set before TRL's constructor, which may already call hooks of this class.
-        self.form = form_of(args)
-        self.correction = correction_of(args)
-        self.lagrange_multiplier = LagrangeMultiplier.of(args)
-        self._warned_of_mismatch = False
-        self._seen_first_batch = False  # in the present call of `train`
-        self._statistics = {mode: BatchStatistics(args) for mode in ("train", "eval")}
-        # δ̄ of the present generation batch, from its measurement to the update of λ at the batch's end.
-        self._mean_discrepancy: float | None = None
-        # Of the completions that were scored last, of all processes, shape (N, functions), NaN where there is none.
-        self._rewards_per_func: Tensor
-        self._loss_inputs: dict[str, Any] | None = None  # of the loss that is being computed
-        self._centred_weights: Tensor | None = None  # a correction's weights, shape (B, T), where the score is centred
-        self._evaluation_set = ""  # name of the evaluation set in use, if there are several
-        # log π_train of the batch that is being sampled, as it is compared with log π_inf; None until TRL has it.
-        self._sampled_logps: Tensor | None = None
-        self._counts_truncation = False  # whether the discrepancy contains what truncated sampling has cut off
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
-        self._centering: ScoreCentering | None = None
-        if args.score_centering:
-            from .rollouts.score_centering import ScoreCentering
-
-            self._centering = ScoreCentering(
-                self.model, self.replica, self.temperature, self.correction, args.score_centering_top_k
+        self.clock = PartsClock()
+        self.constraint = Constraint(args)
+        self.parts = Parts()
+        self._limits: Limits | None = None  # what the policy can read, once it is loaded
+        # What is known of the rows that are scored: columns of a generation batch, or the micro-batch of a loss.
+        self._inputs: dict[str, Any] = {}
+        self._first_batch_seen = False  # in the present call of `train`
+        self._train_sampler: DataSampler | None = None  # of the present training, unless its data set is a stream
+        callbacks, self._own_history = list(callbacks or ()), None
+        if args.export_run and not any(map(_keeps_history, callbacks)):
+            self._own_history = HistoryCallback()
+            callbacks.insert(0, self._own_history)  # a user's callback finds the files of the same event written
+        # TRL would build an engine without a deployment scheme. Ours is built below, when the rest exists.
+        use_vllm, args.use_vllm = args.use_vllm, False
+        try:
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=None if rollout_func is None else with_nonempty_completions(rollout_func),
+                environment_factory=environment_factory,
             )
-        if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
+        finally:
+            args.use_vllm = use_vllm
+        self._limits = require_fit(self, prompts)
+        self.use_vllm = use_vllm
+        self.sampler = build_sampler(self)
+        self.parts.extend(parts_of(self))
+        self.checkpoints = Checkpoints(self)
+        self.run = TrainingRun(self)
+        self.exports_at_end = args.exports_deployment
+        if not use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
 
-    # --- rollouts and their advantages ------------------------------------------------------------------------------
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.distributed_type == DistributedType.FSDP:  # FSDP2: version 1 has another class
+            plugin = self.accelerator.state.fsdp_plugin
+            if isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
+                # It would round what the model returns, TRL's float32 log-probabilities among it, to bfloat16.
+                plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
-    def sample_and_score(self, inputs):
-        self._sampled_logps = None
-        batch = super().sample_and_score(inputs)
-        rewards = total_rewards(self._rewards_per_func, self.reward_weights).unsqueeze(0)
-        if self.args.multi_objective_aggregation == "normalize_then_sum":
-            rewards = self._rewards_per_func.T  # equal sums of different rewards have advantages
-        if self.args.drop_zero_std_groups and self.model.training:
-            self._drop_groups(batch, rewards)
-        measured = "sampling_per_token_logps" in batch
-        if self.model.training and not self._seen_first_batch:
-            self._seen_first_batch = True
-            self._look_at_first_batch(rewards, measured)
-        if not measured and (needy := self.args.compared_by) is not None:
+    def add_callback(self, callback):
+        """Add a callback; a `HistoryCallback` replaces the trainer's own."""
+        if self._own_history is not None and _keeps_history(callback):
+            self.remove_callback(HistoryCallback)
+            self._own_history = None
+        super().add_callback(callback)
+
+    # Attributes of TRL
+    _buffered_inputs: Any
+
+    # --- what it holds ----------------------------------------------------------------------------------------------
+
+    @property
+    def lagrange_multiplier(self) -> LagrangeMultiplier:
+        """λ; constant with `constraint="static"`."""
+        return self.constraint.multiplier
+
+    @property
+    def replica(self) -> Replica | None:
+        """The in-process engine that samples, if `deployment_scheme` is set without vLLM."""
+        return self.sampler.replica
+
+    @property
+    def micro_batches_per_generation(self) -> int:
+        """The number of micro-batches for which one generation batch is used, in all of its iterations."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    @property
+    def mode(self) -> str:
+        """Either `"train"` or `"eval"`, as TRL names the mode of the model."""
+        return "train" if self.model.training else "eval"
+
+    def add_metric(self, name: str, value: float, mode: str | None = None) -> None:
+        """Add a value to a metric, of which the mean is logged; by default in the present mode."""
+        self._metrics[mode or self.mode][name].append(value)
+
+    # --- a generation batch: completions, rewards, advantages -------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        return super().get_batch_samples(self.sampler.look_ahead(epoch_iterator, num_batches), num_batches, device)
+
+    def _prepare_inputs(self, generation_batch):
+        with self.clock.part(OTHER):
+            before = self._buffered_inputs
+            inputs = super()._prepare_inputs(generation_batch)
+            if not self.model.training:
+                return self.parts.through("slices", [inputs])[0]
+            if self._buffered_inputs is not before:
+                self._buffered_inputs = self.parts.through("slices", self._buffered_inputs)
+            return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _generate_and_score_completions(self, inputs):
+        try:
+            batch = super()._generate_and_score_completions(inputs) | self._inputs
+        finally:
+            self._inputs = {}
+        for change in self.parts.at("batch"):
+            change(batch)
+        compared = batch.pop("compared_logps", None)
+        if "sampling_per_token_logps" in batch and "old_per_token_logps" in batch:
+            self._constrain(batch, batch["old_per_token_logps"] if compared is None else compared)
+            if self.model.training:
+                self._wait_for_device("logps")
+                self._report("train")
+        return batch
+
+    def _generate(self, prompts):
+        with self.clock.part("generation"):
+            self.sampler.begin_batch(prompts)
+            prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = super()._generate(prompts)
+            self.sampler.end_batch(len(completion_ids))
+            self._require_logprobs(logprobs)
+            rollout = Rollout(prompt_ids, completion_ids, logprobs)
+            for read in self.parts.at("rollout"):
+                read(rollout)
+            self._inputs = rollout.columns
+            mask = sampled_only(completion_ids, tool_mask)
+            return prompt_ids, completion_ids, mask, completions, rollout.logprobs, *others
+
+    def _tokenize_prompts(self, prompts):
+        tokenized = super()._tokenize_prompts(prompts)
+        if self._limits is not None:
+            self._limits.require(tokenized[0], prompts)
+        return tokenized
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        of_trl = partial(super()._generate_single_turn, prompt_ids, *args, **kwargs)
+        return self.parts.around("turn", partial(self.sampler.turn, of_trl, prompt_ids), prompt_ids)()
+
+    def _require_logprobs(self, logprobs: list | None) -> None:
+        """Refuse completions without log-probabilities where something needs them; otherwise warn."""
+        needy = self.args.compared_by
+        if logprobs is None and needy is not None:
             raise ValueError(
                 f"{needy}={getattr(self.args, needy)!r} needs the rollouts' log-probabilities, and the engine "
                 f"returned none (logprobs=None): return them from rollout_func, or set {self.args.without_comparison}."
             )
-        if measured and "old_per_token_logps" in batch:
-            assert self._sampled_logps is not None
-            self._constrain(batch, self._sampled_logps)
-            for name in LAG_COLUMNS & batch.keys():
-                del batch[name]  # which has served its purpose
-            if self.model.training:
-                self.wait_for_device("logps")
-                self._report("train")
-        return batch
-
-    def take_rewards(self, rewards):
-        super().take_rewards(rewards)
-        self._rewards_per_func = rewards
-
-    def _look_at_first_batch(self, rewards: Tensor, measured: bool) -> None:
-        """Warn if the first batch shows that the run cannot learn or measure anything."""
-        warning = first_batch(
-            rewards.tolist(),
-            self.num_generations,
-            self.metrics_since_log("train")["completions/clipped_ratio"][-1],
-            self.max_completion_length,
-        )
-        if warning is not None:
-            logger.warning(warning)
-        if not measured and self.rollout_func is not None:
+        if logprobs is None and self.rollout_func is not None and self.model.training and not self._first_batch_seen:
             logger.warning("The mismatch is not measured: rollout_func returns no logprobs. Return them too.")
 
-    def _drop_groups(self, batch: dict[str, Any], rewards: Tensor) -> None:
-        """Mask the completions whose group has one reward; a row of `rewards` has those of all processes."""
-        kept = ~torch.stack([zero_std_groups(row, self.num_generations) for row in rewards]).all(0)
-        local = kept.view(self.accelerator.num_processes, -1)[self.accelerator.process_index]
-        for name in {"completion_mask", "tool_mask"} & batch.keys():
-            batch[name] = batch[name] * local.unsqueeze(1)
-        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
-        # A mean over completions counts the dropped ones as zeros, so the others get a larger weight.
-        over_completions = self.loss_type in MEAN_OVER_COMPLETIONS
-        batch["kept_weight"] = kept.any() * (len(kept) / kept.sum().clamp(min=1) if over_completions else 1.0)
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        with self.clock.part("reward"):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        require_finite(rewards, self.reward_weights, self.reward_funcs, self.reward_func_names)
+        objectives = total_rewards(rewards, self.reward_weights).unsqueeze(0)
+        if self.args.multi_objective_aggregation == "normalize_then_sum":
+            objectives = rewards.T  # equal sums of different rewards have advantages
+        for read in self.parts.at("rewards"):
+            read(objectives)
+        if self.model.training and not self._first_batch_seen:
+            self._first_batch_seen = True
+            clipped = self._metrics["train"]["completions/clipped_ratio"][-1]
+            warning = first_batch(objectives.tolist(), self.num_generations, clipped, self.max_completion_length)
+            if warning is not None:
+                logger.warning(warning)
+        return rewards
 
-    # --- the constraint on a micro-batch ----------------------------------------------------------------------------
+    # --- the loss of a micro-batch ----------------------------------------------------------------------------------
 
-    @timed("constraint")
+    def _compute_loss(self, model, inputs):
+        compute = self.parts.around("loss", partial(super()._compute_loss, model))
+        # A copy, because the buffered inputs are used again when num_iterations > 1.
+        with self._scoring(dict(inputs)):
+            return compute(self._inputs)
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
+    ):
+        inputs, tokens = self._inputs, (input_ids, attention_mask, logits_to_keep)
+        with self.clock.part("logps", within=OTHER):  # and not within the loss, whose forward is the loss's
+            score = partial(super()._get_per_token_logps_and_entropies, model)
+            if batch_size is not None:  # of a whole generation batch
+                options["batch_size"] = batch_size
+            scores = self.parts.around("forward", score, model, inputs)(*tokens, **options)
+        if "advantages" in inputs:  # which the loss reads after this forward
+            if "sampling_per_token_logps" in inputs and "old_per_token_logps" not in inputs:
+                self._constrain(inputs, inputs.get("compared_logps", scores[0]))
+            scores = self.parts.through("scored", scores, inputs, *tokens)
+        return scores
+
     def _constrain(self, batch: dict[str, Any], train_logps: Tensor) -> None:
-        """Measure a batch, replace its advantages of trajectories by the penalised ones of tokens, and count these.
+        """Measure a batch, replace its advantages of trajectories by those of tokens, and count these.
 
         `train_logps` are those before the first optimizer step on the batch, shape (B, T), nats.
         """
-        args, penalty, weights = self.args, None, None
-        self._counts_truncation = self.truncates and "kept_counts" not in batch
-        infer_logps = batch.get("kept_logps", batch["sampling_per_token_logps"])
-        logps = train_logps.detach()  # a gradient would go through a user's form or correction into the loss
-        lagged = None
-        if args.split_by is not None:  # without a lag, the weights that sampled are those that train
-            lagged = logps - batch["lag"] if "lag" in batch else batch.get("lagged_logps", logps)
-        tokens = SampledTokens.of(logps, infer_logps, loss_mask(batch), batch["advantages"], lagged)
-        tokens = tokens._replace(age=self.sampler.age)  # a batch is constrained before the next one is sampled
-        if self.form is not None:
-            penalty = self.form(tokens.of_part(args.constraint_target))
-            tokens = tokens.penalised(penalty, self.lagrange_multiplier.value)
-            batch["trajectory_advantages"], batch["advantages"] = batch["advantages"], tokens.advantages
-        if self.correction is not None:
-            weights = self.correction(tokens.of_part(args.rollout_correction_target))
-            if self._centering is not None:
-                self._centred_weights = weights  # applied with the score, within the loss
-            else:
-                batch["advantages"] = weights * tokens.token_advantages
-        if self.model.training and self.completed_passes > 0:
-            return  # the same tokens at the same weights were counted in the first pass
-        with self.parts_clock.part("metrics"):
-            self._statistics[self.mode].add(tokens, penalty, weights)
+        with self.clock.part("constraint"):
+            split = self.args.split_by is not None
+            constrained = self.constraint.apply(SampledTokens.of_batch(batch, train_logps, self.sampler.age, split))
+            batch |= constrained.columns
+            passes = self._step % self.micro_batches_per_generation // self.args.steps_per_generation
+            if passes == 0 or not self.model.training:  # later the same tokens, at the same weights, come again
+                with self.clock.part("metrics"):
+                    self.constraint.count(constrained, self.mode)
 
-    # --- the loss ---------------------------------------------------------------------------------------------------
-
-    def policy_loss(self, model, inputs):
-        # A copy, because the buffered inputs are used again when num_iterations > 1.
-        self._loss_inputs = dict(inputs)
-        # The weight of the kept groups applies to the terms that are means over completions, to the policy's through
-        # its advantages and to KL's through beta: entropy bonus and auxiliary loss have other means.
-        weight = inputs["kept_weight"].item() if "kept_weight" in inputs else 1.0
-        beta, self.beta = self.beta, self.beta * weight
+    @contextmanager
+    def _scoring(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Let the forwards within the context read this of their rows."""
+        before, self._inputs = self._inputs, inputs
         try:
-            loss = super().policy_loss(model, self._loss_inputs)
+            yield
         finally:
-            self._loss_inputs = self._centred_weights = None
-            self.beta = beta
-        if weight > 0:
-            return loss
-        # Of a batch whose completions are all dropped TRL logs the entropy 0, and nothing is learned from it.
-        self.metrics_since_log(self.mode)["entropy"][-1] = math.nan
-        return loss * 0.0
+            self._inputs = before
 
-    def score_tokens(self, model, *args, **kwargs):
-        outputs = super().score_tokens(model, *args, **kwargs)
-        # With truncated sampling, the engines are compared among the kept tokens.
-        compared = outputs[0] if self.logps_among_kept is None else self.logps_among_kept
-        inputs = self._loss_inputs
-        if inputs is not None:  # the loss reads the advantages after this forward
-            if "sampling_per_token_logps" in inputs and "old_per_token_logps" not in inputs:
-                self._constrain(inputs, compared)
-            if self._centering is not None and outputs[0].requires_grad:
-                outputs = (self._centred(inputs, outputs[0], *args), *outputs[1:])
-            if "kept_weight" in inputs:
-                inputs["advantages"] = inputs["advantages"] * inputs["kept_weight"]
-        elif self.scores_when_sampled and self._sampled_logps is None:  # before any reference model's
-            self._sampled_logps = compared
-        return outputs
+    def score_rows(self, model: Any, inputs: dict[str, Any], *tokens: Any, **options: Any) -> Scores:
+        """Return the scores of rows of which `inputs` is known; for the others see `Part.forward`."""
+        with self._scoring(inputs):
+            return self._get_per_token_logps_and_entropies(model, *tokens, **options)
 
-    @timed("constraint")
-    def _centred(
-        self, inputs: dict[str, Any], train_logps: Tensor, input_ids: Tensor, attention_mask: Tensor, *args: Any
-    ) -> Tensor:
-        """Return log π_train with the centred score as its gradient; the values stay.
+    def score(self, inputs: dict[str, Any], rows: int | None = None) -> Tensor:
+        """Return log π of the completion tokens of a micro-batch as the loss takes it, shape (B, T), nats.
 
-        A loss that multiplies the gradient w·s of a token by its advantage then has w·s − E_q[w·s] in its place, with
-        its own clip and mean. The weights w of a correction are here, and not in the advantages, because the mean is
-        taken away from tokens of weight 0 too.
+        Args:
+            inputs: micro-batch; the forward reads what the loss's reads of it.
+            rows: of a forward; all by default.
         """
-        assert self._centering is not None
-        advantages, weights = inputs["advantages"], self._centred_weights
-        centre = self._centering(input_ids, attention_mask, train_logps.shape[1], advantages, self._choices)
-        scored = loss_mask(inputs).bool()
-        sums = torch.cat([centre.drift[scored].sum(0), scored.sum().unsqueeze(0)]).unsqueeze(0)
-        variation, norm, count = self.accelerator.gather(sums).sum(0).tolist()
-        self.add_metric("discrepancy/drift_tv", variation / max(count, 1))
-        self.add_metric("discrepancy/drift_l2", norm / max(count, 1))
-        score = train_logps if weights is None else weights.to(train_logps.dtype) * train_logps
-        centred = score - centre.score
-        return train_logps.detach() + (centred - centred.detach())
+        inputs = {name: value for name, value in inputs.items() if name != "advantages"}  # it is not the loss's
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{kind}"], inputs[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
+        )
+        names = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
+        options = {name: inputs[name] for name in names if name in inputs}
+        scores = self.score_rows(self.model, inputs, ids, mask, inputs["completion_ids"].shape[1], rows, **options)
+        return inputs.get("compared_logps", scores[0])
 
-    # --- the generation batch as a whole, and the multiplier --------------------------------------------------------
+    # --- the end of a micro-batch, of a pass over the generation batch, and of an iteration -------------------------
 
     def training_step(self, model, inputs, num_items_in_batch):
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        done = self.micro_batches_done % self.micro_batches_per_generation
+        with self.clock.part("loss"):
+            try:
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            finally:
+                for act in self.parts.at("after_backward"):
+                    act()
+            self._wait_for_device("loss")
+        if self.accelerator.sync_gradients:  # gradients are clipped, then the optimizer steps
+            self.clock.switch("optimizer")
+        done = self._step % self.micro_batches_per_generation
         if done == self.args.steps_per_generation % self.micro_batches_per_generation:
             self._report("train")  # the first pass is over: each token was seen once
-        if done == 0:  # one step of dual ascent (arXiv 2606.08779, eq. 11)
-            if self.args.constraint == "lagrangian" and self._mean_discrepancy is not None:
-                self.lagrange_multiplier.update(self._mean_discrepancy)
-            self._mean_discrepancy = None
+        if done == 0:
+            self.constraint.end_iteration()
         return loss
 
-    @timed("metrics")
     def _report(self, mode: str) -> None:
-        """Reduce the statistics over all processes and add them to TRL's metrics."""
-        report = self._statistics[mode].reduce(self.accelerator.gather)
-        if report is None:
-            return
-        if report.tokens == 0:
-            logger.warning(
-                "No token that enters the loss has log-probabilities from both engines (drop_zero_std_groups may have "
-                "dropped all groups): nothing is measured in this batch."
-            )
-            return
-        mean = report.constrained_discrepancy
-        if mean is None:
-            logger.warning(f"rollout_correction={self.args.rollout_correction!r} masks all tokens: λ stays as it is.")
-        multiplier = None if self.form is None else self.lagrange_multiplier
-        metrics = batch_metrics(report, multiplier, self._counts_truncation)
-        for name, metric in metrics.items():
-            self.add_metric(name, metric, mode)
-        if mode == "train":
-            self._mean_discrepancy = mean
-            self._watch_mismatch(metrics)
+        """Log what the constraint has measured since the last report."""
+        with self.clock.part("metrics"):
+            report = self.constraint.report(self.accelerator.gather, mode, self.sampler.age)
+            for warning in report.warnings:
+                logger.warning(warning)
+            for name, value in report.metrics.items():
+                self.add_metric(name, value, mode)
 
-    def _watch_mismatch(self, metrics: dict[str, float]) -> None:
-        """Warn once if the method fails with such a mismatch."""
-        if self._counts_truncation:
-            remedy = (
-                "set top_k too with a vLLM engine (at most 20 with vllm_mode='colocate'), return KeptLogProb from "
-                "rollout_func, or sample without truncation"
-            )
-            warning: str | None = truncation_warning(self.args.truncations, remedy)
-        else:
-            warning = drift_warning(self.args, metrics, self.sampler.age)
-        if warning is not None and not self._warned_of_mismatch:
-            self._warned_of_mismatch = True
-            logger.warning(warning)
+    def _wait_for_device(self, part: str) -> None:
+        """Charge a part with the remaining work of the device."""
+        if self.accelerator.device.type != "cpu":
+            with self.clock.part(part):
+                torch.accelerator.synchronize()
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        # TRL evaluates several sets, {"easy": …, "hard": …}, one by one with the prefixes "eval_easy", "eval_hard".
-        self._evaluation_set = metric_key_prefix.removeprefix("eval").lstrip("_")
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+    def evaluate(self, *args, **kwargs):
+        with self.clock.part(EVALUATION):
+            return super().evaluate(*args, **kwargs)
 
     def log(self, logs, start_time=None):
         if "train_runtime" in logs:  # the last log; after an evaluation TRL would lose the training's last metrics
             self.model.train()
-        if not self.model.training:
+        if self.model.training:
+            logs |= {f"{PREFIX}{part}": seconds for part, seconds in self.clock.lap().items()}
+        else:
             # Reduced over the whole evaluation: a mean of batch means would weigh the last, shorter batch too much.
             self._report("eval")
-            if self._evaluation_set:
-                # TRL calls the metrics of every evaluation set by the same names.
-                metrics = self.metrics_since_log("eval")
+            # TRL evaluates several sets, {"easy": …, "hard": …}, one by one with the prefixes "eval_easy" and
+            # "eval_hard", and calls the metrics of all of them by the same names.
+            runtime = next((name for name in logs if name.endswith("_runtime")), "eval_runtime")
+            if of_set := runtime.removesuffix("_runtime").removeprefix("eval").lstrip("_"):
+                metrics = self._metrics["eval"]
                 for name in list(metrics):
-                    metrics[f"{self._evaluation_set}_{name}"] = metrics.pop(name)
-        super().log(logs, start_time)
+                    metrics[f"{of_set}_{name}"] = metrics.pop(name)
+        with self.clock.part("metrics"):
+            super().log(logs, start_time)
 
-    # --- what is started again, saved and resumed -------------------------------------------------------------------
+    # --- a training: begin, save, resume, end -----------------------------------------------------------------------
 
-    def start_again(self):
-        super().start_again()
-        self.lagrange_multiplier.load_state_dict(LagrangeMultiplier.of(self.args).state_dict())
-        self._statistics["train"].clear()
-        self._mean_discrepancy = None
-        self._warned_of_mismatch = self._seen_first_batch = False
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """Train as [`~transformers.Trainer.train`] does; a second call starts again with the present weights.
 
-    def iteration_state(self):
-        return super().iteration_state() | {
-            "lagrange_multiplier": self.lagrange_multiplier.state_dict(),
-            "batch_discrepancy": self._mean_discrepancy,
-        }
+        λ starts at `lambda_init` again, or from its value in the checkpoint of `resume_from_checkpoint`. `True`
+        selects the newest complete checkpoint in `output_dir`; `"auto"` does too, but the run starts from the
+        beginning if there is none. A run whose steps are all done is not trained further: its weights are loaded, what
+        is still missing at its end (an evaluation, the deployment) is made, and the result is returned.
 
-    def load_iteration_state(self, state, within_batch):
-        super().load_iteration_state(state, within_batch)
-        self.lagrange_multiplier.load_state_dict(state["lagrange_multiplier"])
-        if within_batch:
-            self._mean_discrepancy = state["batch_discrepancy"]
+        The directory is locked during training. If an error of a reward function, callback or server or Ctrl-C ends
+        training early, the last step that ended is saved before the error is raised, with a note that says how to
+        resume.
+
+        Raises:
+            ValueError: the checkpoint is incomplete, or `output_dir` is in use by another process or not writable.
+            ServerError: the server cannot do what training needs; the message says how to resume.
+            RunInterrupted: a signal ended the run, with a checkpoint if a step had ended; only if `StopSignals` is
+                among the callbacks, as in `dc-trl train`.
+        """
+        self.clock.start()
+        if self._step > 0:  # this object has trained before
+            self._start_again()
+        try:
+            with self.run.training(resume_from_checkpoint) as checkpoint:
+                self.exports_at_end = self.args.exports_deployment
+                if self.exports_at_end:
+                    on_main_process(self.deployment.require_exportable)
+                output = super().train(checkpoint, *args, **kwargs)
+                if self.args.load_best_model_at_end:
+                    self.sampler.start_again()  # vLLM still holds the last weights
+                if self.exports_at_end:
+                    self.deployment.export(self.args.output_dir)
+                return output
+        finally:
+            self.clock.stop()
+
+    def _start_again(self) -> None:
+        """Reset everything that an earlier training of this object left, except the weights."""
+        self._step, self._buffered_inputs, self._first_batch_seen = 0, None, False
+        self._metrics["train"].clear()
+        self.sampler.start_again()
+        self.constraint.start_again()
+
+    def set_initial_training_values(self, args, dataloader):
+        epochs, *others, steps = super().set_initial_training_values(args, dataloader)
+        return (self.run.epochs(epochs, steps), *others, steps)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self.checkpoints.end_step()
+
+    def _save_checkpoint(self, model, trial):
+        with self.clock.part("saving"):
+            self.checkpoints.write(partial(super()._save_checkpoint, model, trial), self.checkpoint_folder(trial))
+
+    def checkpoint_folder(self, trial: Any = None) -> str:
+        """Return the folder of the checkpoint of the present step."""
+        return os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+
+    def _save(self, output_dir=None, state_dict=None):
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        # The arguments are pickled with the model: without a token.
+        with without_token(self.args), written_beside(folder) as beside:
+            super()._save(str(beside), state_dict)
+            (beside / CARD_FILE).unlink(missing_ok=True)  # PEFT's, in place of which a run has its own
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        with given_rates(self.lr_scheduler, checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.checkpoints.load(checkpoint)
+
+    def _get_train_sampler(self, dataset=None):
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        epochs, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        return position_in_data(self, self._train_sampler, epochs, batches, resume_from_checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        policy = unwrapped(self.accelerator, self.model if model is None else model)
+        if not load_saved_weights(self, policy, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_trained_adapter(policy, resume_from_checkpoint)
+
+    def _load_best_model(self):
+        policy = unwrapped(self.accelerator, self.model)
+        if not load_saved_weights(self, policy, self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    # --- the policy as it is deployed -------------------------------------------------------------------------------
+
+    def deployed_completion_ids(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+        """Return greedy completions of the policy as it is deployed, by replica or vLLM, with the present weights.
+
+        Args:
+            prompt_ids: token ids of the prompts; the same number of prompts in every process.
+
+        Returns:
+            Token ids of one completion for each prompt, at most `max_completion_length`.
+
+        Raises:
+            ValueError: there is no engine (neither `deployment_scheme` nor `use_vllm` is set).
+        """
+        return greedy_completion_ids(self, prompt_ids)
+
+    def deployed_completions(self, prompts: list) -> list:
+        """Return greedy completions of the policy as it is deployed, plain or conversational like the prompts.
+
+        Args:
+            prompts: plain (`str`) or conversational (list of messages) prompts; the same number in every process.
+
+        Raises:
+            ValueError: the trainer has tools, or see `deployed_completion_ids`.
+        """
+        return greedy_completions(self, prompts)[0]
+
+    def deployed_rewards(self, rows: list[dict[str, Any]]) -> list[float | None]:
+        """Return the run's rewards, weighted and summed, of greedy completions of the policy as it is deployed.
+
+        Args:
+            rows: rows of a data set with `prompt` and the columns of the rewards; the same number in every process.
+
+        Returns:
+            The reward of each row, or None if no function scored it.
+
+        Raises:
+            TypeError, ValueError: see `deployed_completions`, or a reward function returned something else.
+        """
+        prompts = [row["prompt"] for row in rows]
+        rewards = super()._calculate_rewards(rows, prompts, *greedy_completions(self, prompts))
+        # They are no rollouts, of which TRL logs what reward functions ask it to.
+        self._pending_extra_logs.clear()
+        self._pending_metrics.clear()
+        return weighted_rewards(self, rewards)
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        """Writes the policy as it is deployed."""
+        from .run.deployment import Deployment  # imports compressed-tensors, which takes 0.15 s
+
+        return Deployment(self)
+
+    def save_deployment(self, directory: str | os.PathLike[str]) -> None:
+        """Write the policy as it is deployed, in `deployment_scheme` or bf16; see `CheckpointWriter.write`.
+
+        With `lora_deployment="adapter"` the directory has the base, and the adapter in `adapter/`. A directory that
+        holds no model is a user's own, and is renamed. If the file system refuses, the previous contents are unharmed.
+        Every process must call it.
+        """
+        self.deployment.save(directory)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Save the model as [`~transformers.Trainer.save_model`] does, and the deployable checkpoint beside it.
+
+        The checkpoint is written to `deployment/` in the same directory if `export_run` and a served
+        `deployment_scheme` are set. A folder of that name without a model is kept as `deployment.1/` and so on.
+        transformers' own calls for each `checkpoint-N` export nothing, because each would cost the disk
+        space of a whole model; `DeploymentCheckpointCallback` exports them on request.
+        If the file system refuses, the previous contents are unharmed.
+        """
+        if self.args.exports_deployment and not _internal_call:
+            self.deployment.export(self.args.output_dir if output_dir is None else output_dir)
+        super().save_model(output_dir, _internal_call)
+
+    # --- the Hub ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _hub(self) -> HubClient:
+        return HubClient(self.args)
+
+    def init_hf_repo(self, token=None):
+        with self._hub.pushing():
+            super().init_hf_repo(token)
+
+    def push_to_hub(self, *args, export=True, **kwargs):
+        """Push the run: model, deployment checkpoint, history of λ, figure and model card; see docs/after_training.md.
+
+        It takes and returns what [`~transformers.Trainer.push_to_hub`] does; `dataset_name` and `tags` go to the card.
+        Every process has to call it.
+
+        The deployment checkpoint is first written from the present weights, unless `export` is False.
+
+        Raises:
+            HubError: the Hub refused or could not be reached. Calling this again sends what is missing.
+        """
+        if export and self.args.deployment_scheme is not None and self.args.hub_deployment != "none":
+            self.save_deployment(Path(self.args.output_dir, DEPLOYMENT_FOLDER))
+        with self._hub.pushing():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        with self._hub.pushing(deployment=False):
+            self.checkpoints.make_whole(checkpoint_folder)
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        """Write README.md into the output directory: TRL's card, with what the run says of its constraint."""
+        if self.is_world_process_zero():
+            card = Path(self.args.output_dir, CARD_FILE)
+            card.unlink(missing_ok=True)  # a link is not followed
+            super().create_model_card(model_name or card.absolute().parent.name, hub_dataset(dataset_name), tags)
+            complete_card(self)
+
+
+def _keeps_history(callback: Any) -> bool:
+    return callback is HistoryCallback or isinstance(callback, HistoryCallback)  # transformers instantiates classes

@@ -46,7 +46,7 @@ from dc_trl.grading import Gold, Grader, grade
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 from dc_trl.records.clock import PartsClock
 from dc_trl.records.tables import print_table
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 from dc_trl.settings.command_line import OptionParser
 
 
@@ -120,7 +120,7 @@ def make_trainer(
         callbacks=[clock := StepClock(first)],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.clock = clock
+    trainer.step_clock = clock
     return trainer
 
 
@@ -168,19 +168,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-class ReplayedReplica:
-    """Stands for the replica: random completions and log-probabilities, the same at every call, in no time."""
-
-    def __init__(self, length: int):
-        self._length = length
-
-    def sync(self, policy: Any, keep: bool = False) -> None:
-        """No engine is there."""
-
-    def generate(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list, list]:
-        return random_completions(len(prompt_ids), self._length)
-
-
 def overhead_of_methods(args: argparse.Namespace) -> None:
     """What `METHODS` switches on, each over GRPO, in one optimizer step whose weights lag by one."""
     with tempfile.TemporaryDirectory() as output_dir:
@@ -189,7 +176,10 @@ def overhead_of_methods(args: argparse.Namespace) -> None:
         trainers = {}
         for name, settings in {"GRPO": {}, **METHODS}.items():
             trainer = make_trainer(DCGRPOTrainer, args, output_dir, **of_step, **({"constraint": "none"} | settings))
-            trainer.replica = ReplayedReplica(args.completion_length)
+            # Random completions, the same at every call, in no time.
+            trainer.replica.generate = lambda prompts, *_, **__: random_completions(
+                len(prompts), args.completion_length
+            )
             trainers[name] = trainer
         seconds, peaks = train_in_turns(trainers, args.repetitions)
     rows = [
@@ -208,14 +198,14 @@ def time_of_parts(args: argparse.Namespace) -> None:
             trainer = make_trainer(DCGRPOTrainer, args, output_dir, **steps, max_steps=10)
             trainer.args.logging_steps = 1
             trainer.remove_callback(StepClock)  # which measures memory, and takes its time
-            trainer.parts_clock = CountingClock()
+            trainer.clock = CountingClock()
             shares: dict[str, list[float]] = {}
             for _ in range(args.repetitions + 1):
-                trainer.parts_clock.entered = 0
+                trainer.clock.entered = 0
                 trainer.train()
-                seconds = trainer.parts_clock.seconds()
+                seconds = trainer.clock.seconds()
                 total = sum(seconds.values())
-                for part, spent in [*seconds.items(), ("the clock itself", trainer.parts_clock.entered * cost)]:
+                for part, spent in [*seconds.items(), ("the clock itself", trainer.clock.entered * cost)]:
                     shares.setdefault(part, []).append(spent / total)
             for part, values in sorted(shares.items(), key=lambda found: -statistics.median(found[1])):
                 low, middle, high = statistics.quantiles(values[1:], n=4)  # the first one warms up

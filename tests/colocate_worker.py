@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from accelerate import Accelerator
 from trl.generation.vllm_generation import VLLMGeneration
 
-from dc_trl.rollouts.vllm_backends import ColocateGeneration
+from dc_trl.sampling.vllm_backends import ColocateGeneration
 
 from .helpers import make_model, make_tokenizer
 

@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from torch.distributed.fsdp import fully_shard
 from trl.generation import vllm_client
 
-from dc_trl.rollouts.vllm_backends import ServerGeneration
+from dc_trl.sampling.vllm_backends import ServerGeneration
 from dc_trl.serving.client import ServerClient
 from dc_trl.serving.errors import ServerError
 

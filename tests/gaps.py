@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 
 from .helpers import make_tokenizer, plain_logps, tiny_model
 

@@ -36,6 +36,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.calibration.causes import disturb, view_of
+from dc_trl.constraint.constraint import Constrained
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.sampled_tokens import SampledTokens
 
@@ -349,14 +350,14 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
 
 def corrected_tokens(trainer: Any, **options: Any) -> list[SampledTokens]:
     """Trains, and returns what the correction has seen of each micro-batch."""
-    found, correction = [], trainer.correction
-    trainer.correction = lambda tokens: (found.append(tokens), correction(tokens))[1]
+    found, correction = [], trainer.constraint.correction
+    trainer.constraint.correction = lambda tokens: (found.append(tokens), correction(tokens))[1]
     trainer.train(**options)
     return found
 
 
-def report_of_two(ranks: list[Any]) -> Any:
-    """The report of the first of two processes that reduce their statistics together."""
+def sums_of_two(ranks: list[Any]) -> Any:
+    """The sums of the first of two processes that reduce their statistics together."""
     of_others: list[torch.Tensor] = []
     assert ranks[1].reduce(lambda local: of_others.append(local) or local) is not None
     return ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
@@ -379,17 +380,18 @@ class Watch(TrainerCallback):
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self.batches: list[dict[str, Any]] = []
         self.tokens: list[tuple[int, SampledTokens]] = []  # with their steps
-        policy_loss, add = trainer.policy_loss, trainer._statistics["train"].add
+        compute_loss, count = trainer._compute_loss, trainer.constraint.count
 
         def watched_loss(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
             self.batches.append(inputs)
-            return policy_loss(model, inputs)
+            return compute_loss(model, inputs)
 
-        def watched_add(tokens: SampledTokens, *others: Any) -> None:
-            self.tokens.append((trainer.state.global_step, tokens))
-            add(tokens, *others)
+        def watched_count(constrained: Constrained, mode: str) -> None:
+            if mode == "train":
+                self.tokens.append((trainer.state.global_step, constrained.tokens))
+            count(constrained, mode)
 
-        trainer.policy_loss, trainer._statistics["train"].add = watched_loss, watched_add
+        trainer._compute_loss, trainer.constraint.count = watched_loss, watched_count
         trainer.add_callback(self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
-from dc_trl.rollouts.routing import OWN_CHOICE, RoutingReplay
+from dc_trl.parts.routing_replay import OWN_CHOICE, RoutingReplay
 
 from .helpers import at_server, logged, make_experts, make_prompts, make_trainer
 from .stub_server import completions, stub_server

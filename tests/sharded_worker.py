@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import add_fused_lm_head
 
+from dc_trl.parts.kept_tokens import KeptHead, Named
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import deployed_tensors
-from dc_trl.rollouts.truncation import KeptHead, KeptLogProb, Named
+from dc_trl.sampling.named_tokens import KeptLogProb
 
 from .helpers import make_model, make_tokenizer, make_trainer
 

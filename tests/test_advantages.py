@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from dc_trl.constraint.statistics import zero_std_groups
-from dc_trl.trainers.sampling import total_rewards
+from dc_trl.grading.totals import total_rewards, zero_std_groups
 
 from .helpers import Rollouts, assert_same_weights, logged, make_experts, make_prompts, make_trainer
 

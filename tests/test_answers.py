@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from dc_trl.rollouts.sampling import Request, Sampling, ServerEngine
+from dc_trl.sampling.seeded import Request, Sampling, ServerEngine
 from dc_trl.serving.answers import require_rollout
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerAnswerError, ServerError, ServerUnavailableError
-from dc_trl.serving.pool import ServerPool, meet_servers
+from dc_trl.serving.several import ServerPool, meet_servers
 
 from .helpers import refuses
 from .stub_server import completions, stub_server

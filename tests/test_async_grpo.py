@@ -18,7 +18,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from dc_trl.async_grpo import AsyncDCGRPOConfig, AsyncDCGRPOTrainer
-from dc_trl.constraint.mismatch import mismatch_metrics
+from dc_trl.constraint.metrics import mismatch_metrics
 
 from .helpers import (
     SMALL_RUN,
@@ -296,8 +296,8 @@ def test_the_lag_of_each_sample_is_that_of_the_weights_that_began_it(make_traine
     fields |= {"gradient_accumulation_steps": 1, "max_staleness": 4, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(constraint="static", constraint_target="lag", **fields)
     counted, weights = [], {}
-    add = trainer._statistics.add
-    trainer._statistics.add = lambda tokens, *others: (counted.append(tokens), add(tokens, *others))[1]
+    count = trainer.constraint.count
+    trainer.constraint.count = lambda constrained: (counted.append(constrained.tokens), count(constrained))[1]
     step = trainer.training_step
 
     def watched(model, *args):

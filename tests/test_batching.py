@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dc_trl.rollouts.batching import Length, micro_batches, read_tokens, take, trimmed
+from dc_trl.parts.length_aware_batches import Length, micro_batches, read_tokens, take, trimmed
 
 
 lengths = st.lists(st.builds(Length, st.integers(1, 40), st.integers(1, 200)), min_size=1, max_size=24)

@@ -22,7 +22,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.trainers.batching import LengthAwareBatches
+from dc_trl.parts.length_aware_batches import LengthAwareBatches
 
 from .helpers import (
     TWO_PROCESSES,
@@ -392,20 +392,25 @@ ALWAYS = {"routing/flipped_fraction", "discrepancy/drift_tv"}
 
 
 @pytest.mark.parametrize(
-    ("level", "kl_values", "weighed"),
+    ("level", "logs_kl", "weighed"),
     [
-        ("token", 1, {"kl", "cispo_clip_ratio", "clip_ratio/low_mean", *ALWAYS}),
-        ("token", 2, {"cispo_clip_ratio", "clip_ratio/low_mean", *ALWAYS}),
-        ("sequence", 1, {"kl", *ALWAYS}),
+        ("token", True, {"kl", "cispo_clip_ratio", "clip_ratio/low_mean", *ALWAYS}),
+        ("token", False, {"cispo_clip_ratio", "clip_ratio/low_mean", *ALWAYS}),
+        ("sequence", True, {"kl", *ALWAYS}),
     ],
 )
-def test_what_a_slice_has_logged_is_weighed(level, kl_values, weighed):
+def test_what_a_slice_has_logged_is_weighed(level, logs_kl, weighed):
     """Not its means over trajectories, and not the KL of an earlier slice where TRL has logged none."""
     names = ("kl", "cispo_clip_ratio", "clip_ratio/low_mean", "routing/flipped_fraction", "discrepancy/drift_tv")
-    metrics = {name: [1.0, 1.0] for name in names}
+    metrics = {name: [1.0] for name in names}
     batches = LengthAwareBatches.__new__(LengthAwareBatches)
-    batches._trainer = SimpleNamespace(metrics_since_log=lambda mode: metrics, importance_sampling_level=level)
+    batches.trainer = SimpleNamespace(_metrics={"train": metrics}, importance_sampling_level=level)
     slices = {"token_weights": [3.0, 3.0], "advantages": torch.zeros(2)}
-    batches.weigh_means(slices, dict.fromkeys(names, 1) | {"kl": kl_values})
+
+    def compute(inputs):
+        for name, values in metrics.items():
+            values += [1.0] * (name != "kl" or logs_kl)
+
+    batches.loss(compute, slices)
     assert {name for name, values in metrics.items() if values == [1.0, 3.0]} == weighed
-    assert all(values == [1.0, 1.0] for name, values in metrics.items() if name not in weighed)
+    assert all(set(values) == {1.0} for name, values in metrics.items() if name not in weighed)

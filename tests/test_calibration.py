@@ -11,14 +11,14 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from dc_trl.calibration import calibrate, mismatch
-from dc_trl.calibration.mismatch import batch_tolerance, measure_engine
+from dc_trl.calibration import calibrate, comparison
+from dc_trl.calibration.comparison import batch_tolerance, measure_engine
+from dc_trl.calibration.result import CalibrationSettings
 from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
-from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.command import call
-from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.sampling import EngineSpec
+from dc_trl.sampling.replica import Replica
+from dc_trl.sampling.seeded import EngineSpec
 from dc_trl.training.problems import DataArguments, draw_prompts
 
 from .helpers import TINY_MODEL, as_words, make_model, make_trainer, plain_logps, refuses
@@ -115,8 +115,8 @@ def test_tolerance_by_hand():
 
 
 def test_interval_of_the_tolerance_is_the_rule_applied_to_resampled_prompts(monkeypatch):
-    monkeypatch.setattr(mismatch, "RESAMPLES", 50)
-    monkeypatch.setattr(mismatch, "BATCHES", 40)
+    monkeypatch.setattr(comparison, "RESAMPLES", 50)
+    monkeypatch.setattr(comparison, "BATCHES", 40)
     numerators, denominators = np.array([0.001, 0.004, 0.002]), np.array([1.0, 2.0, 3.0])
     found = batch_tolerance(numerators, denominators, 5, seed=3)
     rng = np.random.default_rng(3)

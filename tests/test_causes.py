@@ -13,12 +13,11 @@ from peft import LoraConfig, get_peft_model
 from dc_trl.calibration import calibrate
 from dc_trl.calibration import causes as causes_module
 from dc_trl.calibration.causes import Case, recommend, split_discrepancy, subsets
-from dc_trl.calibration.result import Split
+from dc_trl.calibration.result import CalibrationSettings, Split
 from dc_trl.calibration.rollouts import sample_rollouts
-from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.records.estimators import Estimate
-from dc_trl.rollouts.sampling import EngineSpec
+from dc_trl.sampling.seeded import EngineSpec
 from dc_trl.serving.fit import schemes_of
 
 from .helpers import floor_and_format, make_model, make_tall_model, refuses, tiny_model

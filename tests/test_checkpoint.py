@@ -18,7 +18,7 @@ from transformers import (
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
 from dc_trl.quantization.tensors import deployed_tensors, policy_tensors
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 
 from .helpers import (
     ROOT,

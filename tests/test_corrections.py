@@ -17,8 +17,8 @@ from dc_trl.constraint.corrections import (
     tv_mask,
 )
 from dc_trl.constraint.lagrangian import LagrangeMultiplier
+from dc_trl.constraint.metrics import BatchStatistics, batch_metrics, mean_discrepancy
 from dc_trl.constraint.settings import ConstraintSettings
-from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.sampled_tokens import SampledTokens
 
 from .helpers import (
@@ -33,7 +33,7 @@ from .helpers import (
     make_prompts,
     make_trainer,
     refuses,
-    report_of_two,
+    sums_of_two,
 )
 from .test_trainer import ALIGNED, MISALIGNED, ByStep
 
@@ -178,10 +178,10 @@ def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
         part = SampledTokens(*(values[rows] for values in TOKENS[:4]))
         statistics.add(part, penalty[rows], weights[rows])
     ranks[2].add(TOKENS, penalty, weights)
-    report = report_of_two(ranks[:2])
-    assert report.tokens == 5
-    assert report.mean_discrepancy == pytest.approx((0.4 / 2 + 0.29 / 2) / 2)
-    metrics = batch_metrics(report, LagrangeMultiplier(init=0.5))
+    sums = sums_of_two(ranks[:2])
+    assert sums["tokens"] == 5
+    assert mean_discrepancy(sums) == pytest.approx((0.4 / 2 + 0.29 / 2) / 2)
+    metrics = batch_metrics(sums, LagrangeMultiplier(init=0.5))
     assert metrics["discrepancy/mean_all"] == pytest.approx((1.0 / 3 + 0.29 / 2) / 2)
     assert metrics["discrepancy/probs_diff_max"] == pytest.approx(0.6)  # of all scored tokens
     assert metrics["lagrangian/penalty_mean"] == pytest.approx(0.5 * 0.69 / 5)
@@ -190,16 +190,16 @@ def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
     found = {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith("correction/")}
     assert found == pytest.approx(expected)
     by_token = ranks[2].reduce(lambda local: local)
-    assert by_token.mean_discrepancy == pytest.approx(0.69 / 4)
-    assert batch_metrics(by_token, None)["discrepancy/mean_all"] == pytest.approx(1.29 / 5)
+    assert mean_discrepancy(by_token) == pytest.approx(0.69 / 4)
+    assert batch_metrics(by_token)["discrepancy/mean_all"] == pytest.approx(1.29 / 5)
 
 
 def test_a_batch_that_is_masked_whole_has_no_mean():
     statistics = BatchStatistics(ConstraintSettings())
     statistics.add(TOKENS, None, geometric_mask(TOKENS))
-    report = statistics.reduce(lambda local: local)
-    assert report.mean_discrepancy is None
-    metrics = batch_metrics(report, None)
+    sums = statistics.reduce(lambda local: local)
+    assert mean_discrepancy(sums) is None
+    metrics = batch_metrics(sums)
     assert "discrepancy/mean" not in metrics
     assert metrics["correction/masked_fraction"] == 1
 

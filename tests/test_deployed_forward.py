@@ -12,7 +12,7 @@ from dc_trl.quantization import attention
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.quantization.rounding import round_as_vllm
 from dc_trl.quantization.tensors import policy_tensors
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 
 from .helpers import make_experts, make_model, make_tokenizer, refuses, tiny_model
 from .test_replica import by_hand

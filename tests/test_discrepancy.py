@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dc_trl import mismatch_metrics, token_discrepancy
 from dc_trl.constraint.discrepancy import discrepancy_penalty, discrepancy_sums
-from dc_trl.constraint.mismatch import METRICS, mismatch_sums
+from dc_trl.constraint.metrics import METRICS, mismatch_sums
 from dc_trl.sampled_tokens import scored_tokens
 
 

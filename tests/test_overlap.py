@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.resuming.checkpoints import AHEAD_FILE, checkpoint_defect
-from dc_trl.rollouts.overlap import BackgroundRollout
-from dc_trl.rollouts.schedule import LookAhead
+from dc_trl.run.manifest import checkpoint_defect
+from dc_trl.sampling.overlap import BackgroundRollout
+from dc_trl.sampling.sampler import AHEAD_FILE
+from dc_trl.sampling.schedule import LookAhead
 from dc_trl.serving.errors import ServerError
 
 from . import helpers

@@ -10,8 +10,7 @@ from dc_trl.serving import connection as connection_module
 from dc_trl.serving.client import RolloutSeeds, ServerClient, Weights
 from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerError
-from dc_trl.serving.pool import ServerPool, meet_servers
-from dc_trl.serving.router import RoutedServers
+from dc_trl.serving.several import RoutedServers, ServerPool, meet_servers
 
 from . import helpers
 from .helpers import at_server, make_model, refuses

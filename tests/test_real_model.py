@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dc_trl import calibrate
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 from dc_trl.training.arguments import RunArguments
 from dc_trl.training.build import build_trainer
 

@@ -30,7 +30,7 @@ from dc_trl.quantization.fake_quantize import (
 from dc_trl.quantization.rounding import _with_late_rounding
 from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
 from dc_trl.quantization.tensors import policy_tensors
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 
 from .helpers import (
     TWO_EXPERTS,

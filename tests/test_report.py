@@ -9,8 +9,8 @@ from peft import LoraConfig
 
 from dc_trl import HistoryCallback
 from dc_trl.command import report as report_command
+from dc_trl.records.changed_settings import changed_settings
 from dc_trl.records.runs import Run, read_history, read_run
-from dc_trl.records.settings import changed_settings
 from dc_trl.report.panels import panels_of, plot_run
 from dc_trl.report.run_report import write_report
 

@@ -16,10 +16,10 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, TrainerCallback
 
 from dc_trl import DeploymentCheckpointCallback, HistoryCallback, LengthDecayCallback
-from dc_trl.resuming.checkpoints import checkpoint_defect, resumable_checkpoint
-from dc_trl.resuming.interruption import RunInterrupted, StopSignals
+from dc_trl.run.interruption import RunInterrupted, StopSignals
+from dc_trl.run.manifest import checkpoint_defect, resumable_checkpoint
+from dc_trl.run.resuming import load_saved_weights
 from dc_trl.serving.errors import ServerError
-from dc_trl.trl_hooks import load_saved_weights
 
 from . import helpers
 from .helpers import Rollouts, logged, make_prompts

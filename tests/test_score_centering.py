@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dc_trl.constraint.corrections import CORRECTIONS
-from dc_trl.rollouts import truncation
-from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.score_centering import ScoreCentering
-from dc_trl.rollouts.truncation import Choices, KeptLogProb, Named, NamedLogProb
+from dc_trl.parts import kept_tokens
+from dc_trl.parts.kept_tokens import Named
+from dc_trl.parts.score_centering import ScoreCentering
+from dc_trl.sampling.named_tokens import KeptLogProb, NamedLogProb
+from dc_trl.sampling.replica import Replica
 
 from .helpers import completion_logits, logged, make_model, make_trainer
 
@@ -111,7 +112,7 @@ def test_the_most_probable_tokens_and_a_tail_are_the_papers_sum_over_them(policy
         coefficients = (weight(p / q) * q - alpha.unsqueeze(-1) * p) * of_head
     centres = (
         by_replica(ids, mask, WIDTH, torch.ones(3)),
-        by_vllm(ids, mask, WIDTH, torch.ones(3), Choices(named=named_tokens(q.log(), heads))),
+        by_vllm(ids, mask, WIDTH, torch.ones(3), named=named_tokens(q.log(), heads)),
     )
     factors = torch.randn(3, WIDTH)
     direct = (coefficients * log_p).sum(-1)
@@ -147,7 +148,7 @@ def test_the_drift_is_what_one_computes_by_hand(policy, batch):
     centering = ScoreCentering(policy, None)
     log_p = log_softmax(policy, ids, mask, 1.0)
     named = named_tokens(torch.full_like(log_p, 0.5).log(), torch.tensor([3, 7]).expand(3, WIDTH, 2))
-    drift = centering(ids, mask, WIDTH, torch.ones(3), Choices(named=named)).drift
+    drift = centering(ids, mask, WIDTH, torch.ones(3), named=named).drift
     torch.testing.assert_close(drift, torch.tensor([5 / 6, 60**0.5 / 12]).expand(3, WIDTH, 2))
 
 
@@ -163,7 +164,7 @@ def test_the_centred_score_of_any_sampler_has_the_mean_zero(seed, sharpness, tem
     centering = ScoreCentering(policy, None, temperature)
     log_p = (policy(input_ids=ids).logits[:, -WIDTH - 1 : -1] / temperature).log_softmax(-1)
     every = torch.stack([torch.stack([torch.randperm(WORDS) for _ in range(WIDTH)]) for _ in range(2)])
-    centre = centering(ids, mask, WIDTH, torch.ones(2), Choices(named=named_tokens(log_q.float(), every)))
+    centre = centering(ids, mask, WIDTH, torch.ones(2), named=named_tokens(log_q.float(), every))
     factors = torch.randn(2, WIDTH, dtype=torch.double)
     plain = gradients(policy, (factors * (log_q.exp() * log_p).sum(-1)).sum())
     mean = gradients(policy, (factors * ((log_q.exp() * log_p).sum(-1) - centre.score)).sum())
@@ -173,7 +174,7 @@ def test_the_centred_score_of_any_sampler_has_the_mean_zero(seed, sharpness, tem
 @pytest.mark.parametrize("by_vllm", [False, True])
 def test_under_truncated_sampling_both_distributions_are_those_of_the_kept_tokens(policy, batch, by_vllm, monkeypatch):
     ids, mask = batch
-    monkeypatch.setattr(truncation, "_TILE", 4 * WORDS)  # four positions at a time: the tiles cut through rows
+    monkeypatch.setattr(kept_tokens, "_TILE", 4 * WORDS)  # four positions at a time: the tiles cut through rows
     replica = Replica(policy, "int2")
     centering = ScoreCentering(policy, None if by_vllm else replica, correction=CORRECTIONS["token_truncate"])
     log_p = log_softmax(policy, ids, mask, 1.0)
@@ -193,8 +194,8 @@ def test_under_truncated_sampling_both_distributions_are_those_of_the_kept_token
         for row in range(3)
     ]
     device = torch.device("cpu")
-    choices = Choices(Named.kept(named, device), named=Named.most_probable(named, device) if by_vllm else None)
-    centre = centering(ids, mask, WIDTH, torch.ones(3), choices)
+    most_probable = Named.most_probable(named, device) if by_vllm else None
+    centre = centering(ids, mask, WIDTH, torch.ones(3), Named.kept(named, device), most_probable)
     kept_p = log_p.masked_fill(~support, -torch.inf).log_softmax(-1).where(support, 0.0)
     q = of_kept.exp()
     weights = (kept_p.detach().exp() / q.clamp(min=1e-30)).clamp(max=2)
@@ -210,8 +211,8 @@ def trained(tmp_path, **options):
     options |= {"length_aware_batches": False, "constraint": "none", "max_grad_norm": 0.0}
     trainer = make_trainer(tmp_path, **options)
     batches = []
-    policy_loss = trainer.policy_loss
-    trainer.policy_loss = lambda model, inputs: (batches.append(dict(inputs)), policy_loss(model, inputs))[1]
+    _compute_loss = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: (batches.append(dict(inputs)), _compute_loss(model, inputs))[1]
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.train()
     moved = [a - b.detach() for a, b in zip(before, trainer.model.parameters(), strict=True)]

@@ -92,7 +92,7 @@ def make_trainer(tmp_path, tokenizer, fake=None, reward=None, rollouts=None, **f
     options = {"rollout_func": rollouts, "eval_dataset": held_out, "callbacks": [HistoryCallback()]}
     trainer = helpers.make_trainer(tmp_path, None, reward, **options | fields)
     if fake is not None:
-        trainer.parts_clock = PartsClock(fake)
+        trainer.clock = PartsClock(fake)
     return trainer
 
 
@@ -124,7 +124,7 @@ def test_each_part_gets_what_was_spent_in_it(tmp_path, tokenizer, accumulation):
     forwards = []
 
     def forward(module, args, output):
-        forwards.append(trainer.parts_clock.present)
+        forwards.append(trainer.clock.present)
         fake.spend(11)
 
     trainer.model.register_forward_hook(forward)
@@ -135,7 +135,7 @@ def test_each_part_gets_what_was_spent_in_it(tmp_path, tokenizer, accumulation):
     expected = {"reward": 5 * batches, "generation": 7 * batches, "optimizer": 13 * 4}
     # The two micro-batches of a generation batch are scored one by one before the loss.
     expected |= {"loss": 11 * 4 * accumulation} | ({"logps": 11 * 2 * batches} if accumulation == 1 else {})
-    found = {part: seconds for part, seconds in trainer.parts_clock.seconds().items() if seconds}
+    found = {part: seconds for part, seconds in trainer.clock.seconds().items() if seconds}
     assert found == expected
     assert set(forwards) == ({"loss", "logps"} if accumulation == 1 else {"loss"})
     # The log says the same, step by step.
@@ -153,14 +153,14 @@ def test_a_resumed_run_goes_on_counting(tmp_path, tokenizer):
     resumed.add_callback(BeforeAndAfter(resumed))
     resumed.model.register_forward_hook(lambda *_: fake.spend(11))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    seconds = resumed.parts_clock.seconds()
+    seconds = resumed.clock.seconds()
     assert seconds["loss"] == pytest.approx(saved["loss"] + 11)
     assert sum(seconds.values()) == pytest.approx(sum(saved.values()) + 11)
     # The history of the first step stays, and the second one's is of this session.
     assert [row[f"{PREFIX}loss"] for row in read_run(tmp_path).history if row["step"] == 2 and "loss" in row] == [11]
     # Called again without a checkpoint it is a new run.
     resumed.train()
-    assert resumed.parts_clock.seconds()["loss"] == 11 * 2
+    assert resumed.clock.seconds()["loss"] == 11 * 2
 
 
 # --- summary and report

@@ -7,10 +7,10 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from dc_trl.callbacks.deployment import DeploymentCheckpointCallback
+from dc_trl.callbacks.export import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.rollouts.sampling import EngineSpec
+from dc_trl.sampling.seeded import EngineSpec
 
 from .helpers import (
     TWO_PROCESSES,
@@ -139,7 +139,7 @@ def test_what_a_gradient_needs_is_freed_before_the_optimizers_step(tmp_path):
     seen = []
 
     def look(state, **kwargs):
-        (end,) = trainer.deployed_forward._ends
+        (end,) = trainer.parts[0].deployed._ends
         seen.append(len(end.__self__._entries))
 
     trainer = make_trainer(

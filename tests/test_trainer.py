@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer, HistoryCallback, mismatch_metrics
-from dc_trl.constraint.tolerance import AUTO_BATCHES
+from dc_trl.constraint.lagrangian import AUTO_BATCHES
 
 from .helpers import (
     TINY_MODEL,

@@ -13,9 +13,10 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.rollouts import truncation
-from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.truncation import KeptHead, KeptLogProb, Named, named_by_vllm
+from dc_trl.parts import kept_tokens
+from dc_trl.parts.kept_tokens import KeptHead, Named
+from dc_trl.sampling.named_tokens import KeptLogProb, named_by_vllm
+from dc_trl.sampling.replica import Replica
 
 from . import helpers
 from .helpers import (
@@ -97,7 +98,7 @@ def test_log_probabilities_and_gradients_are_those_of_the_whole_vocabulary_with_
 
     weights = torch.randn(rows, positions)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(truncation, "_TILE", tile)
+        patch.setattr(kept_tokens, "_TILE", tile)
         got, expected = (
             (values, torch.autograd.grad((values * weights).sum(), [hidden, *model.parameters()]))
             for values in (scored(), reference())
@@ -291,7 +292,7 @@ def test_the_gradient_is_that_of_the_truncated_policy(tmp_path, seen_by_the_loss
     ]
     assert all(len(ids) >= 5 for row in sets for ids in row[:1])
     logps = dense(completion_logits(model, inputs) / 0.8, sets, inputs["completion_ids"])
-    advantages = inputs["trajectory_advantages"].unsqueeze(1)
+    advantages = inputs["advantages"]  # not penalised, with λ = 0
     (-(advantages * logps * mask).sum(1) / mask.sum(1)).mean().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-4, rtol=1e-3)

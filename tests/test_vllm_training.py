@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.sampling.engines import build_vllm
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.server import VLLMServer
-from dc_trl.trainers.engines import build_vllm
 
 from . import helpers
 from .gaps import PROMPTS, SampledBy, mean_gap
@@ -165,8 +165,8 @@ def test_the_score_is_centred_by_what_the_server_names(fp8_server, tmp_path, fie
     options |= {"constraint": "none", "score_centering": True, "length_aware_batches": False}
     trainer = make_trainer(fp8_server.url, tmp_path, steps_per_generation=1, **options | fields)
     batches = []
-    policy_loss = trainer.policy_loss
-    trainer.policy_loss = lambda model, inputs: (batches.append(dict(inputs)), policy_loss(model, inputs))[1]
+    _compute_loss = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: (batches.append(dict(inputs)), _compute_loss(model, inputs))[1]
     before = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
     trainer.train()
     (batch,) = batches

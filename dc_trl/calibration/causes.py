@@ -32,11 +32,10 @@ from ..quantization.deployed_forward import DeployedForward
 from ..quantization.policy import base_model, empty_copy
 from ..quantization.schemes import quantized_linears, quantizes_cache, resolve_scheme
 from ..records.estimators import Estimate
-from .mismatch import Array, Ratio, ScoredTokens, ratio_estimate
-from .result import Diagnosis, EngineMismatch, Split
+from .comparison import Array, Ratio, ScoredTokens, ratio_estimate
+from .result import CalibrationSettings, Diagnosis, EngineMismatch, Split
 from .rollouts import EngineSample, Policy, sampled_logps
 from .scoring import train_logps
-from .settings import CalibrationSettings
 
 
 Causes: TypeAlias = frozenset[str]

@@ -8,13 +8,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, tokenize
-from ..rollouts.sampling import EngineSpec
+from ..sampling.seeded import EngineSpec
 from .causes import Case, diagnose, lag_floor
-from .mismatch import measure_engine
-from .result import Calibration, EngineMismatch
+from .comparison import measure_engine
+from .result import Calibration, CalibrationSettings, EngineMismatch
 from .rollouts import Policy, require_engines, sample_rollouts
 from .scoring import train_logps
-from .settings import CalibrationSettings
 
 
 def calibrate(
@@ -27,7 +26,7 @@ def calibrate(
     """Measure how far engines are from the model that is trained, and propose the tolerance ε.
 
     Each engine samples completions of the same prompts from the whole distribution, and the model scores their tokens
-    as TRL's trainer would. ε follows by `dc_trl.constraint.tolerance.proposed_tolerance` from δ̄ of generation batches
+    as TRL's trainer would. ε follows by `dc_trl.constraint.lagrangian.proposed_tolerance` from δ̄ of generation batches
     of the given prompts. Where an engine's scheme is known, `dc_trl.calibration.causes` splits its δ̄ into causes.
 
     Args:
@@ -39,7 +38,7 @@ def calibrate(
         **settings: fields of `dc_trl.calibration.CalibrationSettings`, which describes them.
 
     Returns:
-        What was measured; `dc_trl.calibration.tables` prints it.
+        What was measured; `dc_trl.calibration.printed` prints it.
 
     Raises:
         TypeError: there is no such setting; the message names it.

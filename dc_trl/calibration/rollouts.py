@@ -11,14 +11,14 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.tensors import policy_tensors
-from ..rollouts.replica import Replica, end_tokens
-from ..rollouts.sampling import EngineSpec
+from ..sampling.replica import Replica, end_tokens
+from ..sampling.seeded import EngineSpec
 from ..serving.client import ServerClient, Weights, require_loaded
 from ..serving.connection import Patience
 from ..serving.fit import layer_kinds, schemes_of
 from ..serving.guard import temporary_folder
 from ..serving.server import VLLMServer, cache_options, vllm_version
-from .settings import CalibrationSettings
+from .result import CalibrationSettings
 
 
 # All completions are asked for at once, and may take hours.

@@ -8,8 +8,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from trl.trainer.utils import add_fused_lm_head, pad
 
+from .result import CalibrationSettings
 from .rollouts import Policy, Rollout
-from .settings import CalibrationSettings
 
 
 @torch.no_grad()

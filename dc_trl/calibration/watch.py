@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..records.runs import DEPLOYMENT_FOLDER
-from ..rollouts.neutral_sampling import SERVER_DEFAULTS
 from ..serving.connection import Connection
+from ..settings.neutral_sampling import SERVER_DEFAULTS
 from .causes import disturb
-from .mismatch import ScoredTokens, measure_engine
+from .comparison import ScoredTokens, measure_engine
+from .result import CalibrationSettings
 from .rollouts import EngineSample, Policy, Rollout
 from .scoring import completion_log_probs
-from .settings import CalibrationSettings
 
 
 _CONFIGS = ("config.json", "adapter_config.json")

@@ -46,7 +46,7 @@ class BeforeAndAfter(TrainerCallback):
             trainer.log({name: value for name, value in logged.items() if value is not None})
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._trainer.resumed_at_end and run_ended(args.output_dir, state.global_step):
+        if self._trainer.run.resumed_at_end and run_ended(args.output_dir, state.global_step):
             return
         is_last = self._trainer.eval_dataset is not None and state.global_step >= state.max_steps
         if is_last and not _is_measured(state, state.global_step):

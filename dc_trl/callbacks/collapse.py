@@ -16,7 +16,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
-from ..resuming.checkpoints import checkpoints
+from ..run.manifest import checkpoints
 from ..settings.ranges import Range, require_number
 from ..trainer import DCGRPOTrainer
 

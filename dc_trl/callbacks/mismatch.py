@@ -5,11 +5,10 @@ from typing import Any
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from ..constraint.metrics import BatchStatistics, batch_metrics
 from ..constraint.settings import ConstraintSettings
-from ..constraint.statistics import BatchStatistics, batch_metrics
-from ..rollouts.neutral_sampling import TRUNCATIONS, truncations
 from ..sampled_tokens import SampledTokens, loss_mask
-from ..trl_hooks import add_metrics, generation_batch_of
+from ..settings.neutral_sampling import TRUNCATIONS, truncations
 
 
 class MismatchCallback(TrainerCallback):
@@ -36,15 +35,16 @@ class MismatchCallback(TrainerCallback):
         self._truncated = bool(truncations(sampling))
 
     def on_step_end(self, args, state, control, **kwargs):
-        batch = generation_batch_of(self._trainer)
+        batch = self._trainer._buffered_inputs
         if batch is self._measured:
             return  # several optimizer steps use one generation batch; of several batches of a step the last counts
         self._measured = batch
         for micro_batch in batch:
             self._statistics.add(_tokens_of(micro_batch))
-        report = self._statistics.reduce(self._trainer.accelerator.gather)
-        if report is not None and report.tokens:
-            add_metrics(self._trainer, batch_metrics(report, None, self._truncated))
+        sums = self._statistics.reduce(self._trainer.accelerator.gather)
+        if sums is not None and sums["tokens"]:
+            for name, value in batch_metrics(sums, truncated=self._truncated).items():
+                self._trainer._metrics["train"][name].append(value)
 
 
 def _tokens_of(batch: dict[str, Any]) -> SampledTokens:

@@ -20,11 +20,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..calibration import CalibrationSettings, calibrate
+from ..calibration.printed import print_calibration
 from ..calibration.result import CALIBRATION_FILE
 from ..calibration.rollouts import require_engines
-from ..calibration.tables import print_calibration
 from ..data.prompts import Prompt
-from ..rollouts.sampling import ENGINE_HELP, EngineSpec
+from ..sampling.seeded import ENGINE_HELP, EngineSpec
 from ..serving.errors import ServerError
 from ..settings.command_line import (
     OptionParser,

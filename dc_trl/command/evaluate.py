@@ -18,7 +18,7 @@ from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
 from ..evaluation.results import Evaluation, print_comparison, print_evaluations
 from ..quantization.schemes import SERVED_SCHEMES
-from ..rollouts.sampling import ENGINE_HELP, Sampling
+from ..sampling.seeded import ENGINE_HELP, Sampling
 from ..secrets import hide_in_options
 from ..serving.errors import ServerError
 from ..settings.command_line import (

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from transformers import TrainerCallback
 
-from ..resuming.interruption import StopSignals
+from ..run.interruption import StopSignals
 from ..serving.errors import ServerError
 from ..settings.command_line import refused_in_one_line
 from ..training.arguments import RunArguments

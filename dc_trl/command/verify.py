@@ -19,8 +19,8 @@ from ..calibration import CalibrationSettings
 from ..calibration.served import compare_hashes
 from ..calibration.watch import look
 from ..quantization.contract import broken_terms, read_contract, read_tensors
-from ..rollouts.replica import Replica
-from ..rollouts.sampling import Disclosed
+from ..sampling.replica import Replica
+from ..sampling.seeded import Disclosed
 from ..serving.connection import Connection
 from ..serving.errors import ServerError, ServerRefusedError
 from ..settings.command_line import OptionParser, say

@@ -27,7 +27,7 @@ from ..calibration import CalibrationSettings
 from ..calibration.watch import Checkpoint, look, newest_checkpoint
 from ..data.prompts import tokenize
 from ..files import append_text
-from ..rollouts.sampling import Disclosed
+from ..sampling.seeded import Disclosed
 from ..serving.connection import Connection, Patience
 from ..serving.errors import ServerError, ServerUnavailableError
 from ..settings.command_line import OptionParser, add_fields, leave_on_sigterm, say

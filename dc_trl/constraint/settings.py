@@ -182,7 +182,7 @@ class ConstraintSettings:
         return f"{self.compared_by}={self._comparisons[str(self.compared_by)]!r}"
 
     def other_distribution(self, restriction: str, remedy: str) -> str:
-        """Return the refusal of a setting that `rollouts.neutral_sampling.restrictions` yields."""
+        """Return the refusal of a setting that `settings.neutral_sampling.restrictions` yields."""
         return (
             f"{restriction} makes the engine sample from a distribution that is not the policy's, or report "
             f"another's, and {self.comparison} would take that difference for mismatch: {remedy} or "

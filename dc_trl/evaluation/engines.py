@@ -9,8 +9,8 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from ..rollouts.replica import Replica
-from ..rollouts.sampling import Disclosed, Engine, EngineSpec, ReplicaEngine, ServerEngine
+from ..sampling.replica import Replica
+from ..sampling.seeded import Disclosed, Engine, EngineSpec, ReplicaEngine, ServerEngine
 from ..serving.server import serve
 from ..settings.command_line import say
 

@@ -9,8 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any
 
 
 EVALUATION, OTHER = "evaluation", "other"
@@ -76,13 +74,15 @@ class PartsClock:
             self.present = part
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str, within: str | None = None) -> Iterator[None]:
         """Count the time of the block for this part, and the time after it for the previous part.
 
-        A block that another thread runs, beside the present part, does not count.
+        A block that another thread runs, beside the present part, does not count, nor one within another part than
+        `within`, if that is given.
         """
         before = self.present
-        if before is None or before == EVALUATION or threading.get_ident() != self._thread:
+        elsewhere = threading.get_ident() != self._thread or within not in (None, before)
+        if before is None or before == EVALUATION or elsewhere:
             yield
         else:
             self.switch(name)
@@ -108,17 +108,3 @@ class PartsClock:
             now = self._now()
             self._seconds[self.present] += now - self._since
             self._since = now
-
-
-def timed(part: str) -> Callable[[Callable], Callable]:
-    """Return a decorator that counts the time within a method for a part of its object's `parts_clock`."""
-
-    def decorate(method: Callable) -> Callable:
-        @wraps(method)
-        def timed_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.parts_clock.part(part):
-                return method(self, *args, **kwargs)
-
-        return timed_method
-
-    return decorate

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ..constraint.settings import ConstraintSettings
 from ..files import read_object, read_text
-from .settings import default_of
+from .changed_settings import default_of
 from .tables import with_error
 
 

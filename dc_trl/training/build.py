@@ -11,15 +11,17 @@ from transformers.utils import logging
 from trl import get_peft_config, get_quantization_config
 
 from ..callbacks.collapse import CollapseAlarmCallback
-from ..callbacks.deployment import DeploymentCheckpointCallback
+from ..callbacks.export import DeploymentCheckpointCallback
 from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
 from ..gate import require_startable
 from ..grading.rewards import get_reward
 from ..quantization.adapter import require_adapter_beside
-from ..records.settings import changed_settings
-from ..resuming.checkpoints import on_main_process
+from ..records.changed_settings import changed_settings
+from ..run.history import HistoryCallback
+from ..run.manifest import on_main_process
+from ..sampling.engines import require_servers
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say
@@ -28,8 +30,6 @@ from ..settings.paths import lora_options
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import require_numbers
 from ..trainer import DCGRPOTrainer
-from ..trainers.engines import require_servers
-from ..trainers.history import HistoryCallback
 from .arguments import RunArguments, ServerArguments, WatchArguments, require_servable
 from .output import open_output
 from .problems import load_data

@@ -7,7 +7,7 @@ from ..config import DCGRPOConfig
 from ..files import lock_output
 from ..hub.push import HubClient
 from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
-from ..resuming.checkpoints import checkpoints, resumable_checkpoint, set_aside_later
+from ..run.manifest import checkpoints, resumable_checkpoint, set_aside_later
 
 
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")

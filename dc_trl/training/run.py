@@ -12,8 +12,8 @@ from ..callbacks.collapse import CollapseAlarmCallback
 from ..data.dapo import DAPO
 from ..hub.push import HubError, run_files
 from ..records.runs import HISTORY_FILE, SETTINGS_FILE, run_ended
-from ..resuming.checkpoints import checkpoints, on_main_process
-from ..resuming.interruption import RunInterrupted, StopSignals
+from ..run.interruption import RunInterrupted, StopSignals
+from ..run.manifest import checkpoints, on_main_process
 from ..serving.errors import ServerError
 from ..trainer import DCGRPOTrainer
 from .output import holds_weights
@@ -47,7 +47,7 @@ def run(
         return _end_early(trainer, error, stack)
     folder, step = Path(trainer.args.output_dir), trainer.state.global_step
     # The run had ended, and left the files of its end, before it was resumed.
-    if trainer.resumed_at_end and on_main_process(lambda: run_ended(folder, step) and holds_weights(folder)):
+    if trainer.run.resumed_at_end and on_main_process(lambda: run_ended(folder, step) and holds_weights(folder)):
         trainer.accelerator.print(f"The run in {trainer.args.output_dir} is finished and unchanged.", flush=True)
         release_processes(trainer)
         return None

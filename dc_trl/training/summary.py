@@ -21,7 +21,7 @@ def summarize(trainer: DCGRPOTrainer) -> None:
         engine = f"vLLM, {engine}"
     lag = {"weight_sync_steps": args.weight_sync_steps, "rollout_overlap": args.rollout_overlap}
     logged = Run("", trainer.state.log_history, lag)
-    tokens, seconds = trainer.state.num_input_tokens_seen, trainer.training_seconds
+    tokens, seconds = trainer.state.num_input_tokens_seen, sum(trainer.clock.seconds().values())
     rows = [*outcome(logged), ["tokens sampled and read", "", f"{tokens:,}"]]
     rows.append(["training seconds", "", f"{seconds:.0f}"])
     verdict = verdict_of(logged)

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
+from dc_trl.calibration.result import CalibrationSettings
 from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.calibration.scoring import train_logps
-from dc_trl.calibration.settings import CalibrationSettings
 from dc_trl.callbacks.greedy import greedy_rewards
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading.rewards import arithmetic_reward
@@ -21,7 +21,7 @@ from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 from dc_trl.records.estimators import mean_estimate
 from dc_trl.records.tables import percent, print_table
-from dc_trl.rollouts.sampling import EngineSpec
+from dc_trl.sampling.seeded import EngineSpec
 
 from .steps import StepClock, peak, ratios, train_in_turns
 
@@ -99,7 +99,7 @@ def aligned_trainer(args: argparse.Namespace, output_dir: str, through: bool, **
         callbacks=[clock := StepClock()],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.clock = clock
+    trainer.step_clock = clock
     return trainer
 
 

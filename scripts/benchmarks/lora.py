@@ -17,7 +17,7 @@ from dc_trl.quantization.adapter import write_adapter
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.tables import print_table
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 
 
 SCHEMES = ("bf16", "fp8", "int8", "int4_g32")

@@ -138,7 +138,7 @@ def turn(waits: DCGRPOTrainer, overlaps: DCGRPOTrainer, url: str, share: float) 
     training = statistics.median(steps_of(waits))
     sleep(url, share * training)
     synchronous, overlapped = (statistics.median(steps_of(trainer)) for trainer in (waits, overlaps))
-    metrics = overlaps.metrics_since_log("train")
+    metrics = overlaps._metrics["train"]
     waited, sampled = (sum(metrics[f"overlap/{part}_seconds"]) for part in ("waiting", "sampling"))
     return training, synchronous, overlapped, 1 - waited / sampled
 

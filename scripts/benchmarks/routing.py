@@ -5,10 +5,10 @@ import argparse
 import torch
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from dc_trl.constraint.mismatch import mismatch_metrics
+from dc_trl.constraint.metrics import mismatch_metrics
+from dc_trl.parts.routing_replay import RoutesRecorder, RoutingReplay, batch_routes
 from dc_trl.records.tables import print_table
-from dc_trl.rollouts.replica import Replica
-from dc_trl.rollouts.routing import RoutesRecorder, RoutingReplay, batch_routes
+from dc_trl.sampling.replica import Replica
 
 
 def tiny_experts(seed: int) -> Qwen3MoeForCausalLM:

@@ -26,8 +26,8 @@ from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.tables import print_table
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.connection import Patience
-from dc_trl.serving.pool import ServerPool, meet_servers
 from dc_trl.serving.server import VLLMServer
+from dc_trl.serving.several import ServerPool, meet_servers
 from dc_trl.settings.command_line import OptionParser
 
 

@@ -75,6 +75,6 @@ def train_in_turns(
         for name in random.Random(repetition).sample(list(trainers), len(trainers)):
             trainers[name].train()
             if repetition >= 2:
-                seconds[name].append(trainers[name].clock.seconds)
-                peaks[name].append(trainers[name].clock.peak)
+                seconds[name].append(trainers[name].step_clock.seconds)
+                peaks[name].append(trainers[name].step_clock.peak)
     return seconds, {name: statistics.median(values) for name, values in peaks.items()}

@@ -40,7 +40,7 @@ from dc_trl.files import locked_folder
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.records.tables import markdown_table, with_error
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.fit import require_shared_directory
 from dc_trl.serving.server import serve

@@ -43,10 +43,10 @@ class Measured(DCGRPOTrainer):
         self.in_float32 = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.float32)
         self.ages, self.rows = ages, list[list[Any]]()
 
-    def policy_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if self.model.training and self.sampler.age in self.ages:
             self.measure(inputs)
-        return super().policy_loss(model, inputs)
+        return super()._compute_loss(model, inputs)
 
     def lag(self, inputs: dict[str, Any], deployed: bool = False) -> Tensor:
         with torch.no_grad(), self.deployed.active(deployed):

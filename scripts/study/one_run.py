@@ -42,7 +42,7 @@ class TrainedPolicyCallback(TrainerCallback):
 
 def prompt_ids(trainer: DCGRPOTrainer, rows: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Return the token ids of plain or conversational prompts."""
-    return trainer.tokenize([row["prompt"] for row in rows])[0]
+    return trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
 
 
 def rewards_of(

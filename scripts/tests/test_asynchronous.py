@@ -6,7 +6,7 @@ from trl.experimental.async_grpo import async_grpo_trainer, packing
 
 from dc_trl.async_grpo import AsyncDCGRPOConfig
 from dc_trl.grading.rewards import arithmetic_reward
-from dc_trl.rollouts.replica import Replica
+from dc_trl.sampling.replica import Replica
 from tests.helpers import SMALL_RUN, TINY_MODEL, load_script, logged, tiny_model
 from tests.vllm_server import complete, requires_vllm
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import psutil
 import pytest
 
-from dc_trl.resuming.checkpoints import checkpoint_defect
+from dc_trl.run.manifest import checkpoint_defect
 from tests.helpers import DEFAULT_SIGINT, ROOT, TWO_PROCESSES, load_script, read_json, read_rows, refuses
 
 

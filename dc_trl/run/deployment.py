@@ -1,0 +1,87 @@
+"""`Deployment`: writes the policy as it is deployed, for `vllm serve`."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+
+from ..files import set_aside
+from ..quantization.checkpoint import CheckpointWriter
+from ..quantization.policy import base_model, unwrapped
+from ..quantization.tensors import deployed_tensors, policy_tensors, require_merged_form
+from ..records.estimators import recent_mean
+from ..records.runs import DEPLOYMENT_FOLDER, Run
+from ..settings.paths import serve_line
+
+
+logger = get_logger(__name__)
+
+
+class Deployment:
+    """The deployed form of a trainer's policy: in `deployment_scheme` or bf16, merged or with its adapter beside it.
+
+    Args:
+        trainer: trainer of the policy.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """See `DCGRPOTrainer.save_deployment`."""
+        trainer = self._trainer
+        beside = self._policy if trainer.args.lora_deployment == "adapter" else None
+        if beside is None:
+            gathered_by_trl = trainer.vllm_generation.gathered if trainer.use_vllm else None
+            tensors = deployed_tensors(trainer.accelerator, trainer.model, gathered_by_trl)
+        else:
+            tensors = policy_tensors(beside, adapters=False)
+        if trainer.accelerator.is_main_process:
+            folder = Path(directory).absolute()  # a link in its place is not followed
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if not (folder / "config.json").is_file():
+                for kept in set_aside([folder]).values():
+                    logger.warning(f"{folder} holds no deployed checkpoint and is kept as {kept.name}.")
+            self._writer.write(tensors, folder, self._facts(), beside)
+        for _ in tensors:
+            pass  # takes part in gathering
+
+    def export(self, directory: str | os.PathLike[str]) -> None:
+        """Save into the folder of a run, and say how to serve it."""
+        folder = Path(directory).resolve() / DEPLOYMENT_FOLDER
+        with self._trainer.clock.part("saving"):
+            self.save(folder)
+        logger.info(f"The policy is exported: {serve_line(folder)}")
+
+    def require_exportable(self) -> None:
+        """Raise a ValueError before the first step if the policy cannot be exported after the last one."""
+        try:
+            require_merged_form(self._policy)
+            _ = self._writer
+        except ValueError as error:
+            raise ValueError(f"{error} Or set export_run=False to train without an export.") from error
+
+    @property
+    def _policy(self) -> Any:
+        return unwrapped(self._trainer.accelerator, self._trainer.model)
+
+    @cached_property
+    def _writer(self) -> CheckpointWriter:
+        trainer = self._trainer
+        return CheckpointWriter(self._policy, trainer.args.deployment_scheme or "bf16", trainer.processing_class)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what the contract of a deployed checkpoint says of the run; None for what was not measured."""
+        trainer = self._trainer
+        history = Run("", trainer.state.log_history)
+        return {
+            "base_model": trainer.args.hub_base_model_id or base_model(self._policy).config.name_or_path or None,
+            **dict(zip(("engine", "engine_version", "kv_cache_dtype"), trainer.sampler.identity, strict=True)),
+            "step": trainer.state.global_step,
+            "discrepancy": recent_mean(history.series("discrepancy/mean").values),
+            "k3_kl": recent_mean(history.series("discrepancy/k3_kl").values),
+        }

@@ -1,0 +1,150 @@
+"""Finds the checkpoint from which a run resumes, and describes what an incomplete one lacks.
+
+The manifest of a checkpoint lists its files with their sizes. It is written last and marks a complete checkpoint.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import TypeVar
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ..files import read_object, set_aside, sync_to_disk, write_bytes
+from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
+
+
+STATE_FILE = "dc_grpo_state.json"
+MANIFEST_FILE = "manifest.json"
+
+Result = TypeVar("Result")
+
+logger = logging.get_logger(__name__)
+
+
+def on_main_process(action: Callable[[], Result]) -> Result:
+    """Run an action on the main process; return its result, or raise its `ValueError`, on all processes."""
+    outcome: list = [None, None]
+    state = PartialState()
+    if state.is_main_process:
+        try:
+            outcome[0] = action()
+        except ValueError as error:
+            outcome[1] = str(error)
+    if state.num_processes > 1:
+        broadcast_object_list(outcome)
+    result, refusal = outcome
+    if refusal is not None:
+        raise ValueError(refusal)
+    return result
+
+
+def resumable_checkpoint(wanted: str | PathLike[str] | bool | None, output_dir: str | PathLike[str]) -> str | None:
+    """Return the directory of the checkpoint that `resume_from_checkpoint` selects, or None.
+
+    Args:
+        wanted: directory of a checkpoint, or `True` or "true" for the newest complete one in `output_dir` (the log
+            names the newer ones that are skipped). "auto" means the same, or none if none is complete. `None`,
+            `False` and "false" select none.
+        output_dir: output directory of the run.
+
+    Raises:
+        ValueError: no selected checkpoint is complete; the message says what is missing and the remedy.
+    """
+    word = str(wanted).lower()
+    if word in ("none", "false"):
+        return None
+    if word not in ("true", "auto"):
+        if (defect := checkpoint_defect(Path(str(wanted)))) is not None:
+            raise ValueError(
+                f"resume_from_checkpoint={str(wanted)!r} {defect}. Give another checkpoint, or true for the newest "
+                "whole one in output_dir."
+            )
+        return str(wanted)
+    passed_over: list[str] = []
+    for folder in checkpoints(output_dir).values():
+        defect = checkpoint_defect(folder)
+        if defect is None:
+            if passed_over:
+                logger.warning(f"Resuming from {folder}. Passed over: {'; '.join(passed_over)}.")
+            return str(folder)
+        passed_over.append(f"{folder.name} {defect}")
+    state = f"holds no whole checkpoint: {'; '.join(passed_over)}" if passed_over else "holds no checkpoint"
+    if word == "auto":
+        if passed_over:
+            logger.warning(f"output_dir={str(output_dir)!r} {state}.")
+        return None
+    raise ValueError(
+        f"resume_from_checkpoint=true, but output_dir={str(output_dir)!r} {state}. To start again, leave "
+        "resume_from_checkpoint out and choose another output_dir, or use resume_from_checkpoint=auto."
+    )
+
+
+def set_aside_later(output_dir: str | PathLike[str], checkpoint: str | None) -> None:
+    """Rename to `earlier-checkpoint-N` what is not of the run that goes on from a checkpoint, or begins (None)."""
+    found = checkpoints(output_dir)
+    begin = next((step for step, own in found.items() if checkpoint is not None and own.samefile(checkpoint)), -1)
+    for folder in (folder for step, folder in found.items() if step > begin):
+        set_aside([target := folder.with_name(f"earlier-{folder.name}")])
+        logger.warning(f"{folder} belongs to an earlier run and is kept as {folder.rename(target).name}.")
+
+
+def checkpoints(output_dir: str | PathLike[str]) -> dict[int, Path]:
+    """Return the folders of an output directory that are named like checkpoints, by step, the newest first."""
+    found = {
+        int(match[1]): path
+        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if (match := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)) and path.is_dir()
+    }
+    return dict(sorted(found.items(), reverse=True))
+
+
+def checkpoint_defect(folder: Path) -> str | None:
+    """Return why training cannot resume exactly from a checkpoint (a file is missing or cut short), or None.
+
+    Of a checkpoint without a manifest (of another trainer), only the trainer's state and the optimizer are looked for.
+    """
+    if not folder.is_dir():
+        return "is no directory"
+    if not (folder / TRAINER_STATE_FILE).is_file():
+        return f"holds no {TRAINER_STATE_FILE}: it is not a checkpoint, or its save was cut short"
+    manifest = folder / MANIFEST_FILE
+    if not manifest.is_file() and (folder / STATE_FILE).is_file():
+        return f"holds no {MANIFEST_FILE}: its save was cut short"
+    for name, entry in (read_object(manifest)["files"] if manifest.is_file() else {}).items():
+        if not (folder / name).is_file():
+            return f"holds no {name}, which its {MANIFEST_FILE} lists"
+        if (found := (folder / name).stat().st_size) != entry["size"]:
+            return f"holds {name} with {found:,} bytes in place of {entry['size']:,}: it was cut short"
+    # DeepSpeed keeps its optimizer in the folder that the file `latest` names.
+    if not any(folder.glob("optimizer*")) and not (folder / "latest").is_file():
+        return (
+            "holds no optimizer (save_only_model=true omits it): it cannot be continued, but a new run can start from "
+            "its weights (model_name_or_path; an adapter has to be merged)"
+        )
+    return None
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of a checkpoint, all of whose files are written: what resuming reads, with the sizes.
+
+    It returns once checkpoint and manifest are on the disk.
+    """
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and path.name != MANIFEST_FILE
+        and not any(part == DEPLOYMENT_FOLDER or part.startswith(".") for part in path.relative_to(folder).parts[:-1])
+    ]
+    for path in [*files, *{path.parent for path in files}]:
+        sync_to_disk(path)
+    listed = {str(path.relative_to(folder)): {"size": path.stat().st_size} for path in files}
+    text = json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
+    write_bytes(folder / MANIFEST_FILE, text.encode(), durable=True)
+    sync_to_disk(folder.parent)  # this folder holds the checkpoint's own name

@@ -1,0 +1,115 @@
+"""Resuming where transformers does it wrong: weights by their published names, learning rates, place in the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.scheduler import AcceleratedScheduler
+from datasets import IterableDataset
+from peft import PeftModel
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import Sampler
+from transformers import Trainer
+
+from ..files import read_object
+from ..records.runs import TRAINER_STATE_FILE
+
+
+logger = get_logger(__name__)
+
+# Several processes on a CPU: transformers loads the optimizer to accelerate's "cpu:0", unknown to torch.load.
+torch.serialization.register_package(
+    11, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
+
+
+def load_saved_weights(trainer: Trainer, policy: Any, checkpoint: str) -> bool:
+    """Load a checkpoint's weights into a policy that is neither sharded nor adapted; return whether it is such a one.
+
+    transformers saves them under the names of published checkpoints, which for mixtures of experts and models with
+    images differ from those in memory. It looks there for the latter, and without a match continues with the weights
+    that it has (its issue 48805, open with 5.17). `from_pretrained` translates the names.
+    """
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or isinstance(policy, PeftModel):
+        return False
+    policy.load_state_dict(type(policy).from_pretrained(checkpoint, dtype="auto").state_dict())
+    return True
+
+
+def load_trained_adapter(policy: Any, checkpoint: str) -> None:
+    """Load the trained adapter of a policy that has a reference adapter too.
+
+    transformers then loads only the adapters in separate folders, and the trained adapter is not in one.
+    """
+    if isinstance(policy, PeftModel) and len(policy.peft_config) > 1:
+        policy.load_adapter(checkpoint, policy.active_adapter, is_trainable=True)
+
+
+def position_in_data(
+    trainer: Trainer, sampler: Sampler | None, epochs: int, batches: int, checkpoint: str | None
+) -> tuple[int, int]:
+    """Return the epochs and the batches of the next one that a resumed run has trained on.
+
+    Args:
+        trainer: trainer of the run.
+        sampler: sampler of the training, which draws the order of each epoch; None for a stream.
+        epochs, batches: those of transformers.
+        checkpoint: from which the run resumes; None where it begins.
+    """
+    if checkpoint is None:
+        return epochs, batches
+    if isinstance(trainer.train_dataset, IterableDataset):
+        # transformers assumes that an epoch of a stream has max_steps steps, so a run that has read the whole stream
+        # would resume from its beginning. The saved epoch is the number of passes plus the share of max_steps in the
+        # last one.
+        saved = read_object(Path(checkpoint, TRAINER_STATE_FILE))
+        epochs = max(0, math.ceil(saved["epoch"]) - 1)
+        if not trainer.args.ignore_data_skip:
+            steps = round((saved["epoch"] - epochs) * saved["max_steps"])
+            batches = steps * trainer.args.gradient_accumulation_steps
+        return epochs, batches
+    assert sampler is not None
+    for _ in range(epochs):  # TRL's sampler draws each epoch's order after the last one's
+        next(iter(sampler), None)
+    return epochs, batches
+
+
+@contextmanager
+def given_rates(scheduler: LRScheduler | AcceleratedScheduler, checkpoint: str | None) -> Iterator[None]:
+    """Schedule the learning rates of the arguments after the block, which loads a checkpoint if there is one.
+
+    PyTorch's schedulers and optimizers restore the rates of the checkpoint, so that a lower `learning_rate`, the first
+    remedy for a run that went wrong, would have no effect.
+    """
+    rates = _base_rates(scheduler)
+    yield
+    if checkpoint is not None:
+        _use_base_rates(scheduler, rates)
+
+
+def _base_rates(scheduler: LRScheduler | AcceleratedScheduler) -> list[float | Tensor]:
+    """Return the learning rate of each parameter group before it is scheduled; none where DeepSpeed schedules."""
+    inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+    has_rates = isinstance(inner, LRScheduler) and not isinstance(inner, ReduceLROnPlateau)
+    return list(inner.base_lrs) if has_rates else []
+
+
+def _use_base_rates(scheduler: LRScheduler | AcceleratedScheduler, rates: list[float | Tensor]) -> None:
+    """Schedule these rates, of `_base_rates` before a checkpoint was loaded, in place of those that it has brought."""
+    inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+    saved = _base_rates(inner)
+    if saved == rates:
+        return
+    for group, old, new in zip(inner.optimizer.param_groups, saved, rates, strict=True):
+        group["lr"] = group["lr"] / old * new if old else new
+        group["initial_lr"] = new
+    inner.base_lrs = rates
+    inner._last_lr = [group["lr"] for group in inner.optimizer.param_groups]  # what is logged
+    logger.warning(f"learning_rate={rates[0]:g} from here on: the checkpoint was trained at {saved[0]:g}.")

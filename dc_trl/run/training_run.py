@@ -1,0 +1,88 @@
+"""`TrainingRun`: one training of a trainer, from the lock on its output directory to the error that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+
+from ..files import lock_output, read_object
+from ..records.runs import TRAINER_STATE_FILE
+from ..serving.errors import ServerError
+from .interruption import RunInterrupted, StopSignals
+from .manifest import on_main_process, resumable_checkpoint, set_aside_later
+
+
+logger = get_logger(__name__)
+
+
+class TrainingRun:
+    """Locks the output directory while a trainer trains, finds where it resumes, and saves it if it fails.
+
+    Args:
+        trainer: trainer with `checkpoints`.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._resumed_at: int | None = None  # step of the checkpoint from which the present training resumed
+
+    @contextmanager
+    def training(self, wanted: str | PathLike[str] | bool | None) -> Iterator[str | None]:
+        """Train within the context, which yields the checkpoint to resume from; see `DCGRPOTrainer.train`.
+
+        If an error of a reward function, callback or server or Ctrl-C ends it early, the last step that ended is
+        saved. Nothing is saved while the optimizer is changing the weights; of several processes, a signal or a lost
+        server saves, and another error does not.
+        """
+        trainer = self._trainer
+        with ExitStack() as stack:
+
+            def open_output() -> str | None:
+                stack.enter_context(lock_output(trainer.args.output_dir))
+                found = resumable_checkpoint(wanted, trainer.args.output_dir)
+                set_aside_later(trainer.args.output_dir, found)
+                return found
+
+            self._resumed_at = None
+            checkpoint = on_main_process(open_output)
+            if checkpoint is not None:
+                self._resumed_at = read_object(Path(checkpoint, TRAINER_STATE_FILE))["global_step"]
+            trainer.checkpoints.begin_training()
+            try:
+                yield checkpoint
+            except ServerError as error:  # in all processes together
+                stops = [each for each in trainer.callback_handler.callbacks if isinstance(each, StopSignals)]
+                signum = max((stop.common_signal() for stop in stops), default=0)
+                way_back = trainer.checkpoints.save_after_failure(together=True)
+                if signum:  # which has ended the request
+                    raise RunInterrupted(signum, way_back) from error
+                raise ServerError(f"{error} {way_back}") from error
+            except RunInterrupted as stop:
+                raise RunInterrupted(stop.signum, trainer.checkpoints.way_back()) from stop
+            except BaseException as error:
+                if trainer.state.global_step > 0:
+                    error.add_note(trainer.checkpoints.save_after_failure(together=False))
+                raise
+
+    @property
+    def resumed_at_end(self) -> bool:
+        """Whether the present training resumed a run whose steps were all done."""
+        return self._resumed_at is not None and self._resumed_at >= self._trainer.state.max_steps
+
+    def epochs(self, epochs: int, steps: int) -> int:
+        """Return the epochs of the present training, which are none where its steps are all done.
+
+        transformers would otherwise make one step of the last epoch.
+        """
+        if self._resumed_at is None or self._resumed_at < steps:
+            return epochs
+        logger.warning(
+            f"All {steps} steps of this run are done (step {self._resumed_at} of resume_from_checkpoint): nothing is "
+            "trained. For more steps raise max_steps or num_train_epochs."
+        )
+        return 0

@@ -1,0 +1,417 @@
+"""TRL's vLLM engines, with weights that arrive as the deployable checkpoint and with recovery from faults."""
+
+import math
+import os
+import shutil
+import socket
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+from transformers import PretrainedConfig
+from trl.generation.vllm_generation import VLLMGeneration, empty_cache
+
+from ..files import locked_folder
+from ..quantization.adapter import require_adapter_beside, write_adapter
+from ..quantization.checkpoint import CheckpointWriter
+from ..quantization.policy import unwrapped
+from ..quantization.tensors import deployed_tensors, is_packed, policy_tensors
+from ..serving.client import LOADING, ServerClient, Weights
+from ..serving.connection import Connection, Patience, is_local
+from ..serving.errors import ServerError
+from ..serving.fit import require_shared_directory
+from ..serving.server import BLOCK_SCALES, vllm_version
+from ..serving.several import RoutedServers, ServerPool, meet_servers, require_listed
+from ..settings.neutral_sampling import TRUNCATIONS, truncations
+from .named_tokens import named_by_vllm
+
+
+logger = get_logger(__name__)
+_BASE = "base"  # the folder of what stays beside adapters, among those of the versions
+
+
+class Generation(VLLMGeneration):
+    """TRL's vLLM engine; with `logprobs` it returns the most probable tokens, or those of truncated sampling.
+
+    Attributes:
+        last_sync: `bytes_written`, `write_seconds` and `reload_seconds` of the last synchronization; empty on
+            processes that write no checkpoint.
+        identity: engine, version and KV-cache dtype as they are said to be, for the contract of a deployed checkpoint;
+            of a server, on the main process.
+    """
+
+    identity: tuple[str, str, str | None]
+
+    def __init__(self, **kwargs: Any):
+        self.last_sync: dict[str, float] = {}
+        super().__init__(**kwargs)
+        if self.mode == "colocate":
+            self.identity = ("vllm", vllm_version(), self.llm.llm_engine.vllm_config.cache_config.cache_dtype)
+            # Registered after vLLM's own finalizer, so that it runs first when the process exits.
+            self._end_engine = weakref.finalize(self, _end_engine, self.llm.llm_engine.engine_core)
+
+    def close(self) -> None:
+        """End an engine of this process, with the process group of `torch.distributed`; a server keeps running."""
+        if self.mode == "colocate":
+            self._end_engine()
+
+    def gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights one by one, gathered and merged by TRL. Every process must iterate to the end."""
+        return self._iter_named_params()
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        """Generate as TRL does; with `logprobs`, each log-probability is one of `named_by_vllm`."""
+        prompt_ids, completion_ids, logprobs, token_ids = super().generate(*args, **kwargs)
+        if self.logprobs and self.temperature > 0:
+            sampling = {name: getattr(self, name) for name in TRUNCATIONS} | (self.generation_kwargs or {})
+            logprobs = named_by_vllm(completion_ids, logprobs, token_ids, self.logprobs, bool(truncations(sampling)))
+        return prompt_ids, completion_ids, logprobs, token_ids
+
+
+def _end_engine(engine: Any) -> None:
+    """Shut vLLM down when the process exits, unless its process group has already ended with the default one."""
+    if torch.distributed.is_initialized():
+        engine.shutdown()
+    else:
+        engine._finalizer.detach()
+
+
+class _DeployedGeneration(Generation):
+    """A vLLM engine of TRL whose weights arrive as the deployable checkpoint, with a new version each time."""
+
+    _run: str  # unique name of the run
+    _writes = False  # whether this process writes checkpoints; all processes take part in gathering
+    weight_version = ""  # version of the weights that the engine is to hold
+
+    def __init__(self, args: Any, **kwargs: Any):
+        self.deployment_scheme, self.weight_sync_dir = args.deployment_scheme, args.weight_sync_dir
+        self._beside = args.lora_deployment == "adapter"  # then a checkpoint is the adapter alone, and the base stays
+        self._syncs = 0
+        super().__init__(**kwargs)
+
+    def _begin_version(self) -> None:
+        self._syncs += 1
+        self.weight_version = f"{self._run}-{self._syncs}"
+
+    def save_weights(self, directory: Path) -> None:
+        """Copy the checkpoint that the engine holds, on the processes that write it."""
+        if self._writes:
+            shutil.copytree(self.checkpoint, directory)
+
+    def load_weights(self, directory: Path) -> None:
+        """Load a checkpoint that `save_weights` has copied into the engine. Every process has to call it."""
+        self._begin_version()
+        if self._writes:
+            self._remove_checkpoints()
+            shutil.copytree(directory, self.checkpoint)
+        self.accelerator.wait_for_everyone()
+        self._load()
+
+    @property
+    def checkpoint(self) -> Path:
+        """Directory of the weights that the engine is to hold."""
+        return self._folder(self._run) / self.weight_version
+
+    def _folder(self, run: str) -> Path:
+        # In shared memory by default. Host names contain no "_".
+        return Path(self.weight_sync_dir or "/dev/shm", f"dc_trl-sync-{socket.gethostname()}_{run}")
+
+    def _remove_checkpoints(self) -> None:
+        for checkpoint in self._folder(self._run).iterdir():
+            if checkpoint.name != _BASE:
+                shutil.rmtree(checkpoint, ignore_errors=True)
+
+    def _load(self) -> None:
+        """Make the engine load the weights that it is to hold."""
+        raise NotImplementedError
+
+    def _timed_load(self) -> None:
+        start = time.perf_counter()
+        self._load()
+        if self._writes:
+            self.last_sync["reload_seconds"] = time.perf_counter() - start
+
+    def _prepare_checkpoints(self, writes: bool) -> None:
+        self._writes = writes  # the folder, which is removed when the process ends
+        policy = unwrapped(self.accelerator, self.model)
+        self._writer = CheckpointWriter(policy, self.deployment_scheme or "bf16", self.processing_class)
+        if writes:
+            folder = self._folder(self._run)
+            stack = ExitStack()
+            stack.enter_context(locked_folder(folder, others=self._folder("*").name))
+            weakref.finalize(self, stack.close)
+            if self._beside:
+                self._writer.write(policy_tensors(policy, adapters=False), folder / _BASE)
+
+    def _write(self) -> None:
+        """Write the present weights on the processes that write; all take part in gathering, and raise its errors."""
+        tensors = iter(()) if self._beside else deployed_tensors(self.accelerator, self.model, self.gathered)
+        failure = None
+        try:
+            if self._writes:
+                self._remove_checkpoints()  # their room may be needed
+                start = time.perf_counter()
+                if self._beside:
+                    size = write_adapter(unwrapped(self.accelerator, self.model), self.checkpoint)
+                else:
+                    size = self._writer.write(tensors, self.checkpoint)
+                self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
+        except OSError as error:
+            failure = (
+                f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
+                f"{self._folder(self._run).parent} ({error.strerror or error}). Make room, or set weight_sync_dir to "
+                "another directory that both the trainer and the server see."
+            )
+        finally:
+            for _ in tensors:
+                pass  # take part in gathering the rest, although it is not written
+        for message in gather_object([failure]):
+            if message is not None:
+                raise ServerError(message)
+
+
+class ServerGeneration(_DeployedGeneration):
+    """TRL's server mode, with weights that can arrive as the deployable checkpoint, and with retries after faults.
+
+    Every synchronization gives the weights a version that no other run and no restarted server has. A rollout counts
+    only if the server held that version before and after it; a server that lost it gets the weights again first. After
+    `vllm_max_retries` failures of a request, or after `vllm_time_limit`, every process raises a `ServerError`.
+
+    Args:
+        args: `DCGRPOConfig` of the run.
+        weight_sync: see [`~dc_trl.DCGRPOConfig`].
+        **kwargs: see [`~trl.generation.vllm_generation.VLLMGeneration`].
+
+    Attributes:
+        vllm_client: client of the server or of all servers; on the main process.
+        routed_experts: experts of the last completions of this process, see `ServerClient`; set with `routing_replay`.
+
+    Raises:
+        ServerError: the server cannot be reached or does not fit; the message names the option to change.
+    """
+
+    def __init__(self, args: Any, weight_sync: str, **kwargs: Any):
+        self.weight_sync, self.routing_replay, self._args = weight_sync, args.routing_replay, args
+        super().__init__(args, **kwargs)
+
+    def _init_vllm(self) -> None:
+        self._run = agree(uuid.uuid4().hex[:12])
+        if self.weight_sync == "auto":
+            # Processes may see the server and the GPUs differently, but the choice must be the same in all of them.
+            self.weight_sync = agree(self._choose_weight_sync())
+        # These are errors of TRL's client, of the folder, and of the checkpoint's layout.
+        with raised_together(RuntimeError, ValueError, OSError):
+            if not self.accelerator.is_main_process:
+                return
+            policy = unwrapped(self.accelerator, self.model)
+            rank = require_adapter_beside(policy) if self._beside else 0
+            self.vllm_client: Any = connect(self._args, policy.config, self.weight_sync, rank)
+            client = self.vllm_client.servers[0]
+            self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
+            if self.weight_sync == "checkpoint":
+                self._prepare_checkpoints(writes=True)
+            else:
+                with client.connection.task():
+                    client.init_communicator(device=self.accelerator.device)
+
+    def _choose_weight_sync(self) -> str:
+        url = server_addresses(self._args)[0][0]
+        shares_gpu = is_local(url) and torch.cuda.device_count() == 1  # NCCL refuses two ranks on one GPU
+        by_file = needs_checkpoint(self._args, self.accelerator.device)
+        return "checkpoint" if by_file or shares_gpu or is_packed(self.model) else "nccl"
+
+    def sync_weights(self) -> None:
+        """Send the policy's present weights to the server, and ensure that it serves them."""
+        self._begin_version()
+        with raised_together(ServerError):
+            if self.weight_sync == "checkpoint":
+                self._write()
+                self._timed_load()
+                return
+            with raised_together(ServerError):
+                # If the server cannot mark its weights as being loaded, no process begins to gather them.
+                if self.accelerator.is_main_process:
+                    client, version = self.vllm_client, self.weight_version
+                    client.weights = Weights(version, None)
+                    client.connection.persist(lambda first: client.name_weights(LOADING + version))
+            if self.accelerator.is_main_process:
+                self._stream_weights()
+            else:
+                super().sync_weights()
+
+    def _load(self) -> None:
+        with raised_together(ServerError):
+            if self.accelerator.is_main_process:
+                written = self.checkpoint
+                folders = (written.with_name(_BASE), written) if self._beside else (written, None)
+                self.vllm_client.load(Weights(self.weight_version, *folders))
+
+    def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
+        with raised_together(ServerError):
+            try:
+                output = super().generate(prompts, *args, **kwargs)
+            except ServerError:  # on the main process, while the others wait for its broadcast
+                broadcast_object_list([([], [], [], [])], from_process=0)
+                raise
+        if self.routing_replay:
+            # TRL distributes its own results to the other processes, but not the routed experts.
+            all_experts = agree(self.vllm_client.routed_experts if self.accelerator.is_main_process else None)
+            first = self.accelerator.process_index * len(prompts)
+            self.routed_experts = all_experts[first : first + len(prompts)]
+        return output
+
+    def _stream_weights(self) -> None:
+        client, version = self.vllm_client, self.weight_version
+        with client.connection.task():
+            try:
+                super().sync_weights()
+            except (RuntimeError, OSError) as error:  # a request or NCCL failed
+                for _ in self._named_params:
+                    pass  # take part in gathering the rest, although it is not sent
+                if isinstance(error, ServerError):
+                    raise
+                raise ServerError(f"weight_sync='nccl' failed: {error}") from error
+            client.connection.persist(lambda first: client.name_loaded(version))
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        # Kept, so that the iteration can be completed when its reader fails.
+        self._named_params = super()._iter_named_params()
+        return self._named_params
+
+
+class ColocateGeneration(_DeployedGeneration):
+    """TRL's colocate mode with the engine in the deployment scheme.
+
+    The engine is built on the deployable checkpoint and reloads it through vLLM's own reload, which repeats what a
+    quantized layer does to its weights after loading; TRL's `load_weights` leaves that out. The parameters are the
+    configuration of the run, and those of [`~trl.generation.vllm_generation.VLLMGeneration`].
+    """
+
+    def _init_vllm(self) -> None:
+        # Each machine has its own folder, named by its first process: machines may share a directory and, in
+        # containers, a host name.
+        machine = self.accelerator.process_index - self.accelerator.local_process_index
+        self._run = f"{agree(uuid.uuid4().hex[:12])}-{machine}"
+        # Each machine has one writer, because machines do not share memory.
+        self._prepare_checkpoints(writes=self.accelerator.is_local_main_process)
+        self._write_checkpoint()
+        # TRL builds the engine on `model.name_or_path`, with BitsAndBytes if the trained model has layers of it.
+        model: Any = self.model
+        self.model: Any = SimpleNamespace(name_or_path=str(self.checkpoint), named_modules=lambda: iter(()))
+        self._reload: str | Callable[..., None] = "reload_weights"
+        if self.accelerator.device.type == "cpu":
+            from ..serving.cpu_reload import CPUReloadExtension  # it imports vLLM, which is known to be installed here
+
+            self._reload = CPUReloadExtension.reload_checkpoint
+        os.environ.update(BLOCK_SCALES | os.environ)
+        try:
+            super()._init_vllm()
+        finally:
+            self.model = model
+
+    def _write_checkpoint(self) -> None:
+        self._begin_version()
+        self._write()
+        self.accelerator.wait_for_everyone()
+
+    def sync_weights(self) -> None:
+        """Load the policy's present weights into the engine."""
+        if self.enable_sleep_mode:
+            empty_cache()  # as TRL does: the engine needs the memory of activations that are no longer in use
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        self._write_checkpoint()
+        self._timed_load()
+
+    def _load(self) -> None:
+        self.llm.collective_rpc(self._reload, kwargs={"weights_path": str(self.checkpoint)})
+        self.llm.reset_prefix_cache()
+
+
+def server_addresses(args: Any) -> tuple[list[str], str | None]:
+    """Return the addresses of the servers of a run, and that of the router before them, if there is one."""
+    one, several = args.vllm_server_base_url, args.vllm_server_base_urls
+    if several:
+        return several, one if one not in several else None
+    return [one or f"http://{args.vllm_server_host}:{args.vllm_server_port}"], None
+
+
+def connect(
+    args: Any, config: PretrainedConfig, weight_sync: str, lora_rank: int, longest_request: float = math.inf
+) -> Any:
+    """Return the client of the server, the router or the several servers of a run, once all of them are up and fit.
+
+    Args:
+        args: `DCGRPOConfig` of the run.
+        config, weight_sync, lora_rank: see `check_server`.
+        longest_request: bound of `vllm_request_timeout`, in seconds.
+
+    Raises:
+        ServerError: a server cannot be reached or does not fit; the message names it, and the option to change.
+    """
+    urls, router = server_addresses(args)
+    for url in urls if router is None else [router, *urls]:
+        Connection(url)  # refuses what is no address
+    if weight_sync == "checkpoint":
+        require_shared_directory(args.weight_sync_dir, urls)
+    seconds = min(longest_request, args.vllm_request_timeout or 3600.0)
+    waits = Patience(seconds, args.vllm_server_timeout, args.vllm_max_retries, args.vllm_time_limit, "vllm_")
+
+    def fits(client: ServerClient) -> None:
+        client.require_fit(
+            config,
+            scheme=args.deployment_scheme,
+            max_length=max(args.max_completion_length + 1, args.vllm_max_model_length or 0),
+            logprobs=args.named_tokens,
+            weight_sync=weight_sync,
+            routing_replay=args.routing_replay,
+            lora_rank=lora_rank,
+        )
+
+    options = {"start_timeout": args.vllm_server_timeout, "patience": waits, "report": logger.warning}
+    servers = meet_servers(urls, fits, group_port=args.vllm_group_port, **options)
+    if router is not None:
+        return RoutedServers(router, servers, fits)
+    if len(servers) > 1:
+        return ServerPool(servers, fits)
+    require_listed(servers[0].connection, 1)
+    return servers[0]
+
+
+def needs_checkpoint(args: Any, device: torch.device) -> bool:
+    """Return whether weights reach the servers of a run only as a checkpoint, whatever the policy is.
+
+    NCCL needs CUDA, and streams the trained weights, merged, and not the deployed ones. The stream of TRL's client
+    goes to one server; with several, all would wait for one that is lost.
+    """
+    urls, router = server_addresses(args)
+    several = router is not None or len(urls) > 1
+    quantized = args.deployment_scheme not in (None, "bf16")
+    return several or quantized or args.lora_deployment == "adapter" or device.type != "cuda"
+
+
+def agree(value: Any) -> Any:
+    """Return the main process's value on all processes. Every process has to call it."""
+    return broadcast_object_list([value])[0]
+
+
+@contextmanager
+def raised_together(*errors: type[Exception]) -> Iterator[None]:
+    """Raise these errors of the block on the main process on all processes, so that none waits for another."""
+    failure: Exception | None = None
+    try:
+        yield
+    except errors as error:
+        failure = error
+    message = agree(None if failure is None else str(failure))
+    if message is not None:
+        raise ServerError(message) if failure is None else failure
