@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.sampling.replica import Replica
 
-from .helpers import TINY_MODEL, make_tokenizer
+from .helpers import make_tokenizer, plain_logps, tiny_model
 
 
 PROMPTS: list[list[int]] = make_tokenizer().apply_chat_template(
@@ -20,14 +20,8 @@ Choices = list[dict[str, list]]  # "ids" and "logps" of each completion
 
 def replica_logps(model: PreTrainedModel, scheme: str, prompts: list, completions: list) -> torch.Tensor:
     """Log-probabilities of completions under the in-process replica, one forward for each."""
-    replica = Replica(model, scheme)
-    logps = []
-    for prompt, ids in zip(prompts, completions, strict=True):
-        with torch.no_grad():
-            logits = replica.model(torch.tensor([prompt + ids])).logits[0].float()
-        all_logps = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        logps.append(all_logps.gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1))
-    return torch.cat(logps)
+    replica = Replica(model, scheme).model
+    return torch.cat([plain_logps(replica, prompt, ids) for prompt, ids in zip(prompts, completions, strict=True)])
 
 
 def mean_gap(served: Choices, model: PreTrainedModel, scheme: str, prompts: list = PROMPTS) -> float:
@@ -57,6 +51,6 @@ class SampledBy(TrainerCallback):
             self.gaps.append((present, before))
 
     def _gap(self, served: Choices, weights: dict[str, Any]) -> float:
-        model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+        model = tiny_model()
         model.load_state_dict(weights)
         return mean_gap(served, model, self._scheme)

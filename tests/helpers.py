@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import math
 import os
 import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -32,7 +36,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.calibration.causes import disturb, view_of
-from dc_trl.command import call
 from dc_trl.constraint.constraint import Constrained
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.sampled_tokens import SampledTokens
@@ -53,6 +56,11 @@ TWO_PROCESSES = [
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
 
 
+def takes_minutes(test: Any) -> Any:
+    """Marks a test that `make test` leaves out, and that may take a quarter of an hour."""
+    return pytest.mark.long(pytest.mark.timeout(900)(test))
+
+
 def succeed(command: list, **options: Any) -> subprocess.CompletedProcess:
     """Runs a command in the project's root; where it fails, so does the test, with the command's last words."""
     usual = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600}
@@ -61,8 +69,37 @@ def succeed(command: list, **options: Any) -> subprocess.CompletedProcess:
     return done
 
 
+@contextmanager
+def refuses(kind: type[BaseException], *words: object) -> Iterator[pytest.ExceptionInfo]:
+    """What ends in this error, whose message has all these words: a setting with its value, and what to change."""
+    with pytest.raises(kind) as refused:
+        yield refused
+    missing = [word for word in map(str, words) if word not in str(refused.value)]
+    assert not missing, refused.value
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_rows(path: Path) -> list[Any]:
+    """Objects of a file that has one in each line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> str:
+    """Writes one object a line; returns the path as a text."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def make_tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(TINY_MODEL)
+
+
+def tiny_model(dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+    """The model that ships."""
+    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=dtype, **options)
 
 
 def make_model(hidden_size: int = 32, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
@@ -113,6 +150,17 @@ def floor_and_format(model: PreTrainedModel, ids: torch.Tensor, scheme: str, see
     return floor, distance(model(ids).logits.float().softmax(-1))
 
 
+def code_blocks(text: str, *languages: str) -> list[str]:
+    """The blocks of a page that are code in one of these languages."""
+    return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def look_like_root(folder: Path) -> None:
+    """Links what commands of the pages read into a folder, as it lies at the project's root."""
+    for name in ("configs", "dc_trl", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+
+
 def largest_allocation(call: Callable[[], Any]) -> int:
     """Bytes of the largest tensor that PyTorch allocates on the CPU in a call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -145,6 +193,17 @@ def make_experts(width: int = 64, seed: int = 0) -> Qwen3MoeForCausalLM:
     )
 
 
+def random_model(config: type, **fields: Any) -> PreTrainedModel:
+    """A random model of any architecture, with one layer."""
+    sizes = {"vocab_size": 262, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return AutoModelForCausalLM.from_config(config(**sizes | heads | fields))
+
+
+# Fields of a mixture in a layout that no engine reads quantized, or that no checkpoint names one by one.
+TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+
 def make_prompts(count: int = 16) -> Dataset:
     return Dataset.from_dict({"prompt": [f"{number}+{number}=" for number in range(count)]})
 
@@ -175,6 +234,7 @@ def make_config(output_dir: Any, **overrides: Any) -> DCGRPOConfig:
             "export_run": False,  # takes a second or two of each training; tests/test_exporting.py has it on
         }
         | SMALL_RUN
+        | {f"{name}_strategy": "steps" for name in ("save", "eval") if f"{name}_steps" in overrides}
         # λ moves from the first batch on.
         | ({} if "discrepancy_measure" in overrides else {"discrepancy_tolerance": 0.0037})
         | overrides
@@ -254,9 +314,9 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-def program(name: str) -> SimpleNamespace:
-    """`dc-trl NAME` with the words of `sys.argv`, in this process."""
-    return SimpleNamespace(main=lambda: call(name))
+def as_words(options: dict[str, Any]) -> list[str]:
+    """Options of a command line."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def completion_logits(model: Any, batch: dict[str, torch.Tensor], **inputs: torch.Tensor) -> torch.Tensor:
@@ -272,6 +332,45 @@ def completion_logps(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor
     with torch.no_grad():
         logps = completion_logits(model, batch).float().log_softmax(-1)
     return logps.gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2)
+
+
+@torch.no_grad()
+def plain_logps(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """log π of a completion by one forward of prompt and completion."""
+    logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
+
+
+def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    """All parameters of two models have the same names and are equal, bit for bit."""
+    for (name, mine), (other_name, theirs) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert name == other_name
+        assert torch.equal(mine, theirs), name
+
+
+def corrected_tokens(trainer: Any, **options: Any) -> list[SampledTokens]:
+    """Trains, and returns what the correction has seen of each micro-batch."""
+    found, correction = [], trainer.constraint.correction
+    trainer.constraint.correction = lambda tokens: (found.append(tokens), correction(tokens))[1]
+    trainer.train(**options)
+    return found
+
+
+def sums_of_two(ranks: list[Any]) -> Any:
+    """The sums of the first of two processes that reduce their statistics together."""
+    of_others: list[torch.Tensor] = []
+    assert ranks[1].reduce(lambda local: of_others.append(local) or local) is not None
+    return ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
+
+
+class On(TrainerCallback):
+    """Calls a function at an event, with the trainer's state and what transformers passes by name."""
+
+    def __init__(self, event: str, function: Callable[..., Any]):
+        def called(args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # what is returned would be a control
+            function(state, **kwargs)
+
+        setattr(self, event, called)
 
 
 class Watch(TrainerCallback):
@@ -317,6 +416,10 @@ class Watch(TrainerCallback):
             torch.testing.assert_close(lag, expected[tokens.scored], rtol=0, atol=tolerance)
             found.append(lag)
         return found
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:

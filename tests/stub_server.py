@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import random
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -159,3 +160,14 @@ def completions(
             np.save(file := io.BytesIO(), routes[index])
             choices[-1]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
     return {"choices": choices}
+
+
+def sampled(body: dict) -> dict[str, list[dict]]:
+    """What vLLM answers: completions that hang on the prompt and the seed alone."""
+    prompts, tokens = [], []
+    for prompt in body["prompt"]:
+        for index in range(body["n"]):
+            draw = random.Random(f"{prompt} {body.get('seed', 0) + index}")
+            prompts.append(prompt)
+            tokens.append([draw.randrange(20, 200) for _ in range(draw.randrange(1, body["max_tokens"] + 1))])
+    return completions(prompts, tokens, None)

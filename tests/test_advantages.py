@@ -10,7 +10,7 @@ from peft import LoraConfig
 
 from dc_trl.grading.totals import total_rewards, zero_std_groups
 
-from .helpers import Rollouts, logged, make_experts, make_prompts, make_trainer
+from .helpers import Rollouts, assert_same_weights, logged, make_experts, make_prompts, make_trainer
 
 
 NAN = math.nan
@@ -34,7 +34,7 @@ def test_groups_without_spread(groups):
 # --- in the trainer
 
 
-def train(tmp_path, tokenizer, reward, rollouts=None, model=None, peft_config=None, **fields):
+def train(tmp_path, reward, rollouts=None, model=None, peft_config=None, **fields):
     fields = {"max_steps": 1, "per_device_train_batch_size": 16, "learning_rate": 0.0} | fields
     fields |= {"rollout_func": rollouts or Rollouts(), "peft_config": peft_config}
     trainer = make_trainer(tmp_path, model, reward, **fields)
@@ -67,12 +67,11 @@ def compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, peft_conf
     fields |= {"scale_rewards": "none", "max_completion_length": 8}
     shuffle = {"shuffle_dataset": False}
     torch.manual_seed(0)  # of the adapters
-    dropped = train(
-        tmp_path / "a", tokenizer, rewards, peft_config=peft_config, drop_zero_std_groups=True, **fields, **shuffle
-    )
+    dropped = train(tmp_path / "a", rewards, peft_config=peft_config, drop_zero_std_groups=True, **fields, **shuffle)
     (inputs,) = seen_by_the_loss
     kept = inputs["completion_mask"].any(-1)
-    odd = [int(tokenizer.decode(ids[m.bool()]).split("+")[0]) % 2 for ids, m in _prompts(inputs)]
+    prompts = zip(inputs["prompt_ids"], inputs["prompt_mask"].bool(), strict=True)
+    odd = [int(tokenizer.decode(ids[mask]).split("+")[0]) % 2 for ids, mask in prompts]
     assert kept.tolist() == [bool(number) for number in odd]
     assert 0 < kept.sum() < 16
 
@@ -95,7 +94,7 @@ def compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, peft_conf
     prompts = make_prompts(4).filter(lambda row: int(row["prompt"].split("+")[0]) % 2 == 1)
     fields |= shuffle | {"train_dataset": prompts, "per_device_train_batch_size": 8}
     torch.manual_seed(0)
-    alone = train(tmp_path / "b", tokenizer, rewards, Kept(), peft_config=peft_config, **fields)
+    alone = train(tmp_path / "b", rewards, Kept(), peft_config=peft_config, **fields)
     assert len(calls) == 1
     assert logged(dropped, "loss") == pytest.approx(logged(alone, "loss"), abs=1e-6)
     assert logged(dropped, "grad_norm") == pytest.approx(logged(alone, "grad_norm"), rel=1e-4)
@@ -103,11 +102,7 @@ def compare_with_the_kept_alone(tmp_path, tokenizer, seen_by_the_loss, peft_conf
     return dropped, alone
 
 
-def _prompts(inputs):
-    return zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
-
-
-def test_a_batch_of_nothing_else_moves_nothing(tmp_path, tokenizer):
+def test_a_batch_of_nothing_else_moves_nothing(tmp_path):
     """Not by the auxiliary loss of a router either."""
 
     def same(completions, **kwargs):
@@ -115,15 +110,14 @@ def test_a_batch_of_nothing_else_moves_nothing(tmp_path, tokenizer):
 
     fields = {"learning_rate": 1e-2, "max_steps": 2, "entropy_coef": 0.1}
     fields |= {"router_aux_loss_coef": 0.1}
-    trainer = train(tmp_path, tokenizer, same, model=make_experts(), drop_zero_std_groups=True, **fields)
+    trainer = train(tmp_path, same, model=make_experts(), drop_zero_std_groups=True, **fields)
     assert logged(trainer, "loss") == [0.0, 0.0]
     assert logged(trainer, "entropy") == [None, None]  # and not TRL's 0, which would look like a collapse
     assert trainer.lagrange_multiplier.value == 0.1
-    for trained, initial in zip(trainer.model.parameters(), make_experts().parameters(), strict=True):
-        assert torch.equal(trained, initial)
+    assert_same_weights(trainer.model, make_experts())
 
 
-def test_groups_of_equal_sums_are_kept_where_each_function_is_normalised(tmp_path, tokenizer, seen_by_the_loss):
+def test_groups_of_equal_sums_are_kept_where_each_function_is_normalised(tmp_path, seen_by_the_loss):
     """1, 0, 1, 0 and half of 0, 2, 0, 2: normalised one by one, their weighted sums are ±0.5."""
 
     def first(completions, **kwargs):
@@ -134,20 +128,20 @@ def test_groups_of_equal_sums_are_kept_where_each_function_is_normalised(tmp_pat
 
     fields = {"drop_zero_std_groups": True, "reward_weights": [1.0, 0.5], "constraint": "none"}
     for aggregation in ("sum_then_normalize", "normalize_then_sum"):
-        train(tmp_path, tokenizer, [first, second], multi_objective_aggregation=aggregation, **fields)
+        train(tmp_path, [first, second], multi_objective_aggregation=aggregation, **fields)
     dropped, kept = seen_by_the_loss
     assert not dropped["completion_mask"].any()
     assert kept["completion_mask"].any(-1).all()
     assert kept["advantages"].abs().min() > 0.5
 
 
-def test_the_auxiliary_loss_of_a_router_keeps_its_size(tmp_path, tokenizer):
+def test_the_auxiliary_loss_of_a_router_keeps_its_size(tmp_path):
     """One group of four is kept. Advantages of a group sum to zero, so at equal weights the rest of the loss is 0."""
 
     def one_differs(completions, prompts, **kwargs):
         return [float(i == 0) for i in range(len(completions))]
 
     fields = {"drop_zero_std_groups": True, "constraint": "none", "router_aux_loss_coef": 0.1}
-    trainer = train(tmp_path, tokenizer, one_differs, model=make_experts(), **fields)
+    trainer = train(tmp_path, one_differs, model=make_experts(), **fields)
     assert logged(trainer, "aux_loss")[0] > 0.1
     assert logged(trainer, "loss")[0] == pytest.approx(0.1 * logged(trainer, "aux_loss")[0], rel=1e-4)

@@ -1,17 +1,26 @@
 """The page of the algorithm: its class does what `DCGRPOTrainer` does."""
 
-import re
-
 import pytest
 import torch
 
-from .helpers import ROOT, Rollouts, distinct_characters, logged, make_config, make_model, make_prompts, plain_config
+from .helpers import (
+    ROOT,
+    Rollouts,
+    assert_same_weights,
+    code_blocks,
+    distinct_characters,
+    logged,
+    make_config,
+    make_model,
+    make_prompts,
+    plain_config,
+)
 from .test_trainer import ALIGNED, MISALIGNED, make_trainer
 
 
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
 def test_the_class_of_the_page_trains_as_ours(tmp_path, tokenizer, steps):
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "code_map.md").read_text(), re.DOTALL)
+    (source,) = code_blocks((ROOT / "docs" / "code_map.md").read_text(), "python")
     exec(source, page := {})
     config = make_config(
         tmp_path / "ours", recipe="paper", constraint="lagrangian", length_aware_batches=False, max_steps=4, **steps
@@ -32,8 +41,7 @@ def test_the_class_of_the_page_trains_as_ours(tmp_path, tokenizer, steps):
         assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-12), name
     assert logged(ours, "lagrangian/lambda")[0] != logged(ours, "lagrangian/lambda")[-1]
     assert ours.lagrange_multiplier.value == pytest.approx(theirs.lambda_, rel=1e-12)
-    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_weights(ours.model, theirs.model)
     assert any(
         not torch.equal(one, other)
         for one, other in zip(ours.model.parameters(), make_model().parameters(), strict=True)

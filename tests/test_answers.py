@@ -13,6 +13,7 @@ from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerAnswerError, ServerError, ServerUnavailableError
 from dc_trl.serving.several import ServerPool, meet_servers
 
+from .helpers import refuses
 from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 
@@ -137,7 +138,7 @@ def test_honest_answers_are_used_in_their_order(servers, way):
 def test_an_answer_to_several_prompts_has_them_in_order():
     request = {"prompt": PROMPTS, "n": 2, "max_tokens": 8, "return_token_ids": True}
     assert len(require_rollout(request, honest(request), "here", 262)) == 4
-    with pytest.raises(ServerAnswerError, match="completes the prompt"):
+    with refuses(ServerAnswerError, "here", "prompt"):
         require_rollout(request, swap_contents(honest(request)), "here", 262)
 
 
@@ -170,5 +171,5 @@ def test_the_most_probable_tokens_are_read_too():
     for top in ({"token_id:1": 0.5}, [["token_id:1", -0.5]]):
         with pytest.raises(ServerAnswerError):
             read(answer=answer(top))
-    with pytest.raises(ServerUnavailableError, match="NaN"):
+    with refuses(ServerUnavailableError, "NaN"):
         read(answer=answer({"token_id:1": math.nan}))

@@ -25,8 +25,6 @@ TABLE = [
 ][1:]
 METHODS = {name: dict(line.split(": ", 1) for line in re.findall(r"`([^`]+)`", lines)) for name, lines, _ in TABLE}
 
-FP16 = "any, trained in FP16"  # refused without a GPU: docs/settings.md
-
 
 def parsed(fields, *options):
     words = [word for name, value in fields.items() for word in (f"--{name}", value)]

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from dc_trl.calibration import calibrate
 from dc_trl.calibration import causes as causes_module
@@ -22,15 +20,11 @@ from dc_trl.records.estimators import Estimate
 from dc_trl.sampling.seeded import EngineSpec
 from dc_trl.serving.fit import schemes_of
 
-from .helpers import ROOT, TINY_MODEL, floor_and_format, make_model, make_tall_model, program
-from .test_calibration import saved
+from .helpers import floor_and_format, make_model, make_tall_model, refuses, tiny_model
+from .test_calibration import script
 
 
 QUIET = {"progress": False, "report": lambda line: None}
-
-
-def tiny(dtype=torch.bfloat16):
-    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=dtype)
 
 
 def diagnosis_of(model, tokenizer, engine, prompts=None, **settings):
@@ -97,7 +91,7 @@ def test_intervals_hold_the_true_shares():
     ],
 )
 def test_the_replicas_discrepancy_is_explained(tokenizer, scheme, dtype, causes):
-    found = diagnosis_of(tiny(dtype), tokenizer, f"replica:{scheme}")
+    found = diagnosis_of(tiny_model(dtype), tokenizer, f"replica:{scheme}")
     split = found.split
     assert list(split.shares) == causes
     assert found.scheme == scheme
@@ -143,11 +137,13 @@ def test_depth_raises_the_floor_of_the_lag(tokenizer):
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         return engine.estimates["lag_floor"].value
 
-    shallow = floor_of(tiny(torch.float32), bf16=True)
+    shallow = floor_of(tiny_model(), bf16=True)
     assert 1e-8 < shallow < 1e-4
     assert floor_of(make_tall_model(), bf16=True) > 100 * shallow
-    assert floor_of(tiny(torch.float32), bf16=False) < 0.01 * shallow
-    unsplit = calibrate(tiny(), tokenizer, ["replica:bf16"], prompts, split=False, **options).engines[0]
+    assert floor_of(tiny_model(), bf16=False) < 0.01 * shallow
+    unsplit = calibrate(
+        tiny_model(torch.bfloat16), tokenizer, ["replica:bf16"], prompts, split=False, **options
+    ).engines[0]
     assert "lag_floor" not in unsplit.estimates
 
 
@@ -211,28 +207,14 @@ def test_advice_follows_the_largest_cause(shares, unexplained, least, setting, l
     assert setting in only
 
 
-@pytest.fixture
-def script(monkeypatch, tmp_path):
-    """Runs dc-trl calibrate in this process, with the tiny model and a small sample."""
-    module = program("calibrate")
-
-    def run(*words):
-        command = f"--model {TINY_MODEL} --prompts 4 --samples 2 --max_tokens 12 --overwrite --output {tmp_path}/out"
-        monkeypatch.chdir(ROOT)
-        monkeypatch.setattr(sys, "argv", ["calibrate.py", *command.split(), *words])
-        module.main()
-        return saved(tmp_path / "out").engines
-
-    return run
-
-
-def test_script_splits_unless_it_is_told_not_to(script, capsys):
-    (engine,) = script("--engine", "replica:fp8")
+def test_script_splits_unless_it_is_told_not_to(tmp_path, capsys):
+    small = {"prompts": 4, "max_tokens": 12}
+    (engine,) = script(tmp_path, "replica:fp8", **small)
     shown = capsys.readouterr().out
     assert "where δ̄ comes from" in shown
     assert all(cause in shown for cause in (*engine.diagnosis.split.shares, "unexplained"))
     assert "ADVICE, replica:fp8: " in shown
-    (engine,) = script("--engine", "replica:fp8", "--no_split")
+    (engine,) = script(tmp_path, "replica:fp8", "--overwrite", "--no_split", **small)
     assert engine.diagnosis is None
 
 
@@ -252,5 +234,5 @@ def test_of_several_schemes_the_nearest_is_taken(tokenizer):
         assert Case(unsure, policy, prompts, settings).scheme() == scheme
     # Widths of 32 are in no blocks of 128.
     assert Case(unsure, make_model(32), prompts, settings).scheme() == "fp8"
-    with pytest.raises(ValueError, match="engine='http://host:1': no known scheme fits"):
+    with refuses(ValueError, "engine='http://host:1'", "split=False"):
         Case(unsure._replace(schemes=[]), policy, prompts, settings).scheme()

@@ -13,7 +13,7 @@ from dc_trl.callbacks.collapse import CollapseAlarmCallback, CollapseMonitor
 from dc_trl.records.runs import read_history
 
 from .collapse_curves import alarms_in, collapse, healthy_run
-from .helpers import logged, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import SMALL_RUN, logged, make_config, make_model, make_prompts, make_tokenizer
 
 
 def rung(rows, **options):
@@ -24,6 +24,10 @@ def rung(rows, **options):
 
 def curve(metric, values):
     return [{metric: value} for value in values]
+
+
+def jumped(metric, before, after):
+    return rung(curve(metric, [before] * 20 + [after] * 20))
 
 
 # --- rules by hand, with windows of 5: the median turns at the 3rd log of a jump, the alarm rings 4 logs later ------
@@ -65,19 +69,19 @@ def test_a_gradient_norm_that_is_not_finite(value):
 
 def test_mismatch_by_hand():
     for metric in CollapseMonitor.MISMATCH:
-        assert rung(curve(metric, [1e-3] * 20 + [4.9e-3] * 20)) == []
-        assert rung(curve(metric, [1e-3] * 20 + [5.1e-3] * 20)) == [("mismatch", 27, 5.1e-3, 5e-3, 18)]
-        assert rung(curve(metric, [1e-3] * 20 + [0.9e-4] * 20)) == []  # a policy that becomes sure has less of it
+        assert jumped(metric, 1e-3, 4.9e-3) == []
+        assert jumped(metric, 1e-3, 5.1e-3) == [("mismatch", 27, 5.1e-3, 5e-3, 18)]
+        assert jumped(metric, 1e-3, 0.9e-4) == []  # a policy that becomes sure has less of it
 
 
 def test_entropy_by_hand():
-    assert rung(curve("entropy", [0.3] * 20 + [0.021] * 20)) == []  # above 0.02 nats
-    assert rung(curve("entropy", [0.1] * 20 + [0.011] * 20)) == []  # above a tenth
-    assert rung(curve("entropy", [0.3] * 20 + [0.019] * 20)) == [("entropy_low", 27, 0.019, 0.02, 18)]
-    assert rung(curve("entropy", [0.3] * 20 + [0.0] * 20)) == [("entropy_low", 27, 0.0, 0.02, 18)]
-    assert rung(curve("entropy", [0.2] * 20 + [0.99] * 20)) == []  # below 1 nat
-    assert rung(curve("entropy", [0.5] * 20 + [1.4] * 20)) == []  # below the triple
-    assert rung(curve("entropy", [0.5] * 20 + [1.6] * 20)) == [("entropy_high", 27, 1.6, 1.5, 18)]
+    assert jumped("entropy", 0.3, 0.021) == []  # above 0.02 nats
+    assert jumped("entropy", 0.1, 0.011) == []  # above a tenth
+    assert jumped("entropy", 0.3, 0.019) == [("entropy_low", 27, 0.019, 0.02, 18)]
+    assert jumped("entropy", 0.3, 0.0) == [("entropy_low", 27, 0.0, 0.02, 18)]
+    assert jumped("entropy", 0.2, 0.99) == []  # below 1 nat
+    assert jumped("entropy", 0.5, 1.4) == []  # below the triple
+    assert jumped("entropy", 0.5, 1.6) == [("entropy_high", 27, 1.6, 1.5, 18)]
 
 
 def test_streaks_by_hand():
@@ -153,9 +157,7 @@ def make_trainer(output_dir, kind=DCGRPOTrainer, reward=None, **overrides):
     if kind is DCGRPOTrainer:
         config = make_config(output_dir, **{"deployment_scheme": "bf16"} | options)
     else:
-        plain = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "beta": 0.0}
-        plain |= {"per_device_train_batch_size": 4, "num_generations": 4, "logging_steps": 1, "save_strategy": "no"}
-        config = RLOOConfig(str(output_dir), **plain | options)
+        config = RLOOConfig(str(output_dir), **SMALL_RUN | {"beta": 0.0} | options)
     return kind(
         model=make_model(16),
         reward_funcs=reward or failing_after(8),
@@ -203,7 +205,7 @@ def test_a_multiplier_at_its_bound(tmp_path):
 
 
 def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
-    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 20}
+    options = {"save_steps": 3, "max_steps": 20}
     trainer = make_trainer(tmp_path, **options)
     callback = add_alarm(trainer, stop=True)
     with caplog.at_level(logging.WARNING):
@@ -227,7 +229,7 @@ def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
 @pytest.mark.long
 def test_a_resumed_run_does_not_warn_again(tmp_path):
     """Also when the checkpoint is from the very step of the alarm."""
-    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 20}
+    options = {"save_steps": 4, "max_steps": 20}
     whole = make_trainer(tmp_path, **options)
     add_alarm(whole)
     whole.train()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.connection import Connection, Deadline, Patience
 from dc_trl.serving.errors import RequestAbandonedError, ServerError, ServerRefusedError, ServerUnavailableError
 
+from .helpers import refuses
 from .stub_server import completions, stub_server
 
 
@@ -38,13 +40,13 @@ def pauses(monkeypatch):
 @pytest.mark.parametrize(
     ("path", "says", "kind", "words"),
     [
-        ("/v1/models", (401, "Unauthorized"), ServerError, "asks for an API key: set .* VLLM_API_KEY"),
-        ("/weight_info", (404, "Not Found"), ServerRefusedError, "does not serve /weight_info: .*SERVER_DEV_MODE=1"),
-        ("/v1/models", (400, "Out of range float values are not JSON compliant"), ServerUnavailableError, "NaN"),
-        ("/v1/models", (503, "busy"), ServerUnavailableError, r"failed at /v1/models \(HTTP 503\): busy"),
-        ("/v1/models", (408, "late"), ServerUnavailableError, r"failed at /v1/models \(HTTP 408\): late"),
-        ("/v1/models", (400, "too long"), ServerRefusedError, r"refused /v1/models \(HTTP 400\): too long"),
-        ("/v1/models", (200, "<html>"), ServerUnavailableError, "without JSON and is probably not vLLM: '<html>'"),
+        ("/v1/models", (401, "Unauthorized"), ServerError, ["VLLM_API_KEY"]),
+        ("/weight_info", (404, "Not Found"), ServerRefusedError, ["/weight_info", "VLLM_SERVER_DEV_MODE=1"]),
+        ("/v1/models", (400, "Out of range float values are not JSON compliant"), ServerUnavailableError, ["NaN"]),
+        ("/v1/models", (503, "busy"), ServerUnavailableError, ["/v1/models (HTTP 503): busy"]),
+        ("/v1/models", (408, "late"), ServerUnavailableError, ["/v1/models (HTTP 408): late"]),
+        ("/v1/models", (400, "too long"), ServerRefusedError, ["/v1/models (HTTP 400): too long"]),
+        ("/v1/models", (200, "<html>"), ServerUnavailableError, ["/v1/models", "'<html>'"]),
     ],
 )
 def test_what_an_answer_means_is_the_same_for_threads_and_for_an_event_loop(server, path, says, kind, words):
@@ -52,7 +54,7 @@ def test_what_an_answer_means_is_the_same_for_threads_and_for_an_event_loop(serv
     connection = Connection(server.url)
 
     for request in (lambda: connection.get(path), lambda: asyncio.run(connection.arequest("GET", path))):
-        with pytest.raises(ServerError, match=words) as error:
+        with refuses(ServerError, server.url, *words) as error:
             request()
         assert type(error.value) is kind
 
@@ -60,15 +62,19 @@ def test_what_an_answer_means_is_the_same_for_threads_and_for_an_event_loop(serv
 def test_a_connection_that_breaks_and_a_server_that_is_silent(server):
     server.failures = {"/weight_info": 1}
     connection = Connection(server.url)
-    with pytest.raises(ServerUnavailableError, match=rf"connection to vLLM at {server.url} broke during /weight_info"):
+    with refuses(ServerUnavailableError, server.url, "/weight_info"):
         connection.get("/weight_info")
-    with connection.task(Deadline(2.0)), pytest.raises(ServerUnavailableError, match=r"within [0-2].* s \("):
+    with (
+        connection.task(Deadline(2.0)),
+        refuses(ServerUnavailableError, "/v1/completions within ", "request_timeout") as silent,
+    ):
         connection.get("/v1/completions")
-    with connection.task(Deadline(0.0)), pytest.raises(ServerUnavailableError, match="within 0 s"):
+    assert float(re.search(r"within (\S+) s", str(silent.value))[1]) <= 2
+    with connection.task(Deadline(0.0)), refuses(ServerUnavailableError, "within 0 s"):
         connection.get("/weight_info")
     assert connection.get("/weight_info") == {"weight_version": "default"}
     impatient = Connection(server.url, Patience(request_timeout=0.2, prefix="vllm_"))
-    with pytest.raises(ServerUnavailableError, match=r"/v1/completions within 0.2 s \(vllm_request_timeout"):
+    with refuses(ServerUnavailableError, "/v1/completions within 0.2 s", "vllm_request_timeout"):
         impatient.get("/v1/completions")
 
 
@@ -97,14 +103,14 @@ def test_what_failed_is_asked_again_once_the_server_is_up_and_what_was_refused_i
 
     server.says = {"/weight_info": (400, "never")}
     server.asked = []
-    with pytest.raises(ServerError, match="never"):
+    with refuses(ServerError, "never"):
         connection.persist(ask)
     assert server.asked == ["/weight_info"]
 
     server.says = {"/weight_info": (500, "ever")}
     server.asked = []
     pauses.clear()
-    with pytest.raises(ServerUnavailableError, match=r"ever \(tried 4 times: max_retries\)$"):
+    with refuses(ServerUnavailableError, "ever", "4 times: max_retries)"):
         connection.persist(ask)
     assert server.asked.count("/weight_info") == 4
     assert pauses == [2, 4, 8]
@@ -120,7 +126,7 @@ def test_completions_whose_connection_broke_are_asked_for_again(server):
     assert server.asked.count("/v1/completions") == 5
 
     server.says["/v1/completions"] = (500, "out of memory")
-    with pytest.raises(ServerUnavailableError, match=r"out of memory \(tried 1 times: max_retries\)"):
+    with refuses(ServerUnavailableError, "out of memory", "1 times: max_retries)"):
         list(ServerEngine(server.url, max_retries=0).sample([Request([5], 0)], Sampling(8)))
 
 
@@ -134,10 +140,10 @@ def test_no_sample_of_weights_that_came_later_is_handed_over(server):
 
     server.completes = complete
     got = []
-    with pytest.raises(ServerError, match=r"did not keep its weights: .*loading-next.* changed while it sampled"):
+    with refuses(ServerError, server.url, "'default'", "'loading-next'"):
         got.extend(position for position, _ in engine.sample([Request([5], seed) for seed in range(6)], Sampling(8)))
     assert got == [0, 1]
-    with pytest.raises(ServerError, match=r"holds weights 'loading-next'.*start it anew"):
+    with refuses(ServerError, server.url, "'loading-next'", "start it anew"):
         ServerEngine(server.url)
 
 

@@ -25,21 +25,31 @@ from .helpers import (
     SMALL_RUN,
     Rollouts,
     assert_finite,
+    assert_same_weights,
     distinct_characters,
     logged,
     make_config,
     make_model,
     make_prompts,
+    make_trainer,
+    refuses,
+    sums_of_two,
 )
-from .test_trainer import ALIGNED, MISALIGNED, ByStep, make_trainer
+from .test_trainer import ALIGNED, MISALIGNED, ByStep
 
 
 MODES = sorted(CORRECTIONS)
 
+
+def matrix(rows):
+    """Of numbers in a text, with | between its rows."""
+    return torch.tensor([[float(number) for number in row.split()] for row in rows.split("|")])
+
+
 # Ratios 4, 0.25, 1.25 and 3 (not scored); 1.8, 0.9 and two tokens that are not scored.
-TRAIN = torch.tensor([[0.8, 0.1, 0.5, 0.9], [0.54, 0.45, 0.3, 0.3]]).log()
-INFER = torch.tensor([[0.2, 0.4, 0.4, 0.3], [0.3, 0.50, math.nan, 0.1]]).log()
-SCORED = torch.tensor([[True, True, True, False], [True, True, False, False]])
+TRAIN = matrix("0.8 0.1 0.5 0.9 | 0.54 0.45 0.3 0.3").log()
+INFER = matrix("0.2 0.4 0.4 0.3 | 0.3 0.50 nan 0.1").log()
+SCORED = matrix("1 1 1 0 | 1 1 0 0").bool()
 ADVANTAGES = torch.tensor([1.0, -1.0])
 TOKENS = SampledTokens(TRAIN, INFER, SCORED, ADVANTAGES)
 
@@ -47,36 +57,36 @@ TOKENS = SampledTokens(TRAIN, INFER, SCORED, ADVANTAGES)
 @pytest.mark.parametrize(
     ("name", "bounds", "expected"),
     [
-        ("token_truncate", {}, [[2, 0.25, 1.25, 1], [1.8, 0.9, 1, 1]]),
-        ("token_truncate", {"lower": 0.5, "upper": 3}, [[3, 0.5, 1.25, 1], [1.8, 0.9, 1, 1]]),
-        ("token_mask", {}, [[0, 0.25, 1.25, 1], [1.8, 0.9, 1, 1]]),
-        ("token_mask", {"lower": 0.5, "upper": math.inf}, [[4, 0, 1.25, 1], [1.8, 0.9, 1, 1]]),
+        ("token_truncate", {}, "2 0.25 1.25 1 | 1.8 0.9 1 1"),
+        ("token_truncate", {"lower": 0.5, "upper": 3}, "3 0.5 1.25 1 | 1.8 0.9 1 1"),
+        ("token_mask", {}, "0 0.25 1.25 1 | 1.8 0.9 1 1"),
+        ("token_mask", {"lower": 0.5, "upper": math.inf}, "4 0 1.25 1 | 1.8 0.9 1 1"),
         # The products are 4 · 0.25 · 1.25 = 1.25 and 1.8 · 0.9 = 1.62.
-        ("sequence_truncate", {"upper": 1.5}, [[1.25] * 4, [1.5] * 4]),
-        ("sequence_mask", {"upper": 1.5}, [[1.25] * 4, [0] * 4]),
-        ("sequence_mask", {}, [[1.25] * 4, [1.62] * 4]),
+        ("sequence_truncate", {"upper": 1.5}, "1.25 1.25 1.25 1.25 | 1.5 1.5 1.5 1.5"),
+        ("sequence_mask", {"upper": 1.5}, "1.25 1.25 1.25 1.25 | 0 0 0 0"),
+        ("sequence_mask", {}, "1.25 1.25 1.25 1.25 | 1.62 1.62 1.62 1.62"),
         # Their roots: 1.25^(1/3) = 1.077 and 1.62^(1/2) = 1.273.
-        ("geometric_mask", {}, [[0] * 4, [0] * 4]),
-        ("geometric_mask", {"lower": 0.9, "upper": 1.1}, [[1] * 4, [0] * 4]),
-        ("icepop", {}, [[4, 0, 1.25, 1], [1.8, 0.9, 1, 1]]),
+        ("geometric_mask", {}, "0 0 0 0 | 0 0 0 0"),
+        ("geometric_mask", {"lower": 0.9, "upper": 1.1}, "1 1 1 1 | 0 0 0 0"),
+        ("icepop", {}, "4 0 1.25 1 | 1.8 0.9 1 1"),
         # Differences 0.6, −0.3, 0.1 with Â > 0, and 0.24, −0.05 with Â < 0.
-        ("tv_mask", {}, [[0, 0.25, 1.25, 1], [1.8, 0.9, 1, 1]]),
-        ("tv_mask", {"upper": 0.04}, [[0, 0.25, 0, 1], [1.8, 0, 1, 1]]),
+        ("tv_mask", {}, "0 0.25 1.25 1 | 1.8 0.9 1 1"),
+        ("tv_mask", {"upper": 0.04}, "0 0.25 0 1 | 1.8 0 1 1"),
         # Â > 0 masks what is above, Â < 0 what is below.
-        ("ppo_clip", {}, [[0, 0.25, 0, 1], [1.8, 0.9, 1, 1]]),
-        ("ppo_clip", {"lower": 0.95, "upper": 1.3}, [[0, 0.25, 1.25, 1], [1.8, 0, 1, 1]]),
+        ("ppo_clip", {}, "0 0.25 0 1 | 1.8 0.9 1 1"),
+        ("ppo_clip", {"lower": 0.95, "upper": 1.3}, "0 0.25 1.25 1 | 1.8 0 1 1"),
     ],
 )
 def test_weights_by_hand(name, bounds, expected):
     weights = CORRECTIONS[name](TOKENS, **bounds)
-    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(weights, matrix(expected), atol=1e-6, rtol=1e-5)
 
 
 def test_a_token_goes_by_its_own_advantage():
     """As the form of the constraint leaves it; without one, nothing pushes the token."""
     advantages = torch.tensor([[-1.0, -1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]])
     weights = tv_mask(TOKENS._replace(advantages=advantages), upper=0.04)
-    torch.testing.assert_close(weights, torch.tensor([[4, 0, 0, 1], [1.8, 0.9, 1, 1]], dtype=torch.float32))
+    torch.testing.assert_close(weights, matrix("4 0 0 1 | 1.8 0.9 1 1"))
 
 
 log_probabilities = st.floats(-30, 0)
@@ -120,31 +130,37 @@ def test_engines_that_agree_have_weights_of_one(row, mode, advantage):
     ("value", "expected"),
     [
         # Each trajectory's geometric mean, 1.077 and 1.273, keeps the first one.
-        ("token_truncate, geometric_mask(0.9, 1.1)", [[2, 0.25, 1.25, 1], [0] * 4]),
-        (["token_truncate(0.5, 3)", "geometric_mask(0.9, 1.5)"], [[3, 0.5, 1.25, 1], [1.8, 0.9, 1, 1]]),
-        (["token_truncate(0, 1.5)", "icepop", "tv_mask(0.04)"], [[0, 0, 0, 1], [1.5, 0, 1, 1]]),
+        ("token_truncate, geometric_mask(0.9, 1.1)", "2 0.25 1.25 1 | 0 0 0 0"),
+        (["token_truncate(0.5, 3)", "geometric_mask(0.9, 1.5)"], "3 0.5 1.25 1 | 1.8 0.9 1 1"),
+        (["token_truncate(0, 1.5)", "icepop", "tv_mask(0.04)"], "0 0 0 1 | 1.5 0 1 1"),
         # The weights are the first one's: r counts once.
-        (["icepop", "ppo_clip(0.95, 1.3)"], [[0, 0, 1.25, 1], [1.8, 0, 1, 1]]),
+        (["icepop", "ppo_clip(0.95, 1.3)"], "0 0 1.25 1 | 1.8 0 1 1"),
     ],
 )
 def test_several_corrections_by_hand(tmp_path, value, expected):
     made = correction_of(make_config(tmp_path, constraint="none", deployment_scheme="fp8", rollout_correction=value))
-    torch.testing.assert_close(made(TOKENS), torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(made(TOKENS), matrix(expected), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"rollout_correction": ["geometric_mask", "token_truncate"]}, "token_truncate masks no token"),
-        ({"rollout_correction": "icepop, geometric_mask(a)"}, "at most two bounds"),
-        ({"rollout_correction": ["token_truncate", "icepop"], "rollout_correction_max": 3.0}, "leave them out"),
-        ({"rollout_correction": "tv_mask", "rollout_correction_min": 0.1}, r"tokens, lower\), which it does not"),
-        ({"rollout_correction": "icepop(5, 0.5)"}, "icepop masks every token"),
-        ({"rollout_correction": "none", "rollout_correction_min": 0.5}, "rollout_correction_min"),
+        ({"rollout_correction": ["geometric_mask", "token_truncate"]}, ["'geometric_mask, token_truncate'", "first"]),
+        ({"rollout_correction": "icepop, geometric_mask(a)"}, ["'icepop, geometric_mask(a)'", "two bounds"]),
+        (
+            {"rollout_correction": ["token_truncate", "icepop"], "rollout_correction_max": 3.0},
+            ["rollout_correction_max", "'token_truncate, icepop'", "leave them out"],
+        ),
+        ({"rollout_correction": "tv_mask", "rollout_correction_min": 0.1}, ["'tv_mask'", "'lower'", "leave"]),
+        ({"rollout_correction": "icepop(5, 0.5)"}, ["'icepop(5, 0.5)'", "lower bound"]),
+        (
+            {"rollout_correction": "none", "rollout_correction_min": 0.5},
+            ["rollout_correction_min=0.5", "rollout_correction='none'"],
+        ),
     ],
 )
 def test_corrections_that_do_not_combine_are_refused(tmp_path, fields, words):
-    with pytest.raises(ValueError, match=words):
+    with refuses(ValueError, *words):
         make_config(tmp_path, constraint="none", deployment_scheme="fp8", **fields)
 
 
@@ -162,9 +178,7 @@ def test_masked_tokens_leave_the_batch_discrepancy_and_the_penalty():
         part = SampledTokens(*(values[rows] for values in TOKENS[:4]))
         statistics.add(part, penalty[rows], weights[rows])
     ranks[2].add(TOKENS, penalty, weights)
-    of_others: list[torch.Tensor] = []
-    ranks[1].reduce(lambda local: of_others.append(local) or local)
-    sums = ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
+    sums = sums_of_two(ranks[:2])
     assert sums["tokens"] == 5
     assert mean_discrepancy(sums) == pytest.approx((0.4 / 2 + 0.29 / 2) / 2)
     metrics = batch_metrics(sums, LagrangeMultiplier(init=0.5))
@@ -245,17 +259,9 @@ def test_loss_and_gradients_are_those_of_trls_own_correction(tmp_path, tokenizer
         "importance_sampling_level": "sequence" if loss_type == "luspo" else "token",
         **steps,
     }
-    ours = make_trainer(
-        make_config(
-            **shared,
-            constraint="none",
-            rollout_correction=mode,
-            rollout_correction_max=upper,
-            rollout_correction_min=lower,
-        ),
-        tokenizer,
-        Rollouts(longest=2, edit=on_both_sides),
-    )
+    bounds = {"rollout_correction_max": upper, "rollout_correction_min": lower, "constraint": "none"}
+    rollouts = Rollouts(longest=2, edit=on_both_sides)
+    ours = make_trainer(rollout_func=rollouts, rollout_correction=mode, **bounds, **shared)
     ours.train()
     # TRL writes the bounds of its configuration to the trainer.
     theirs = in_trl(GRPOConfig(**shared), {"mode": mode, "clip_max": upper, "clip_min": lower}, tokenizer)
@@ -271,14 +277,14 @@ def test_loss_and_gradients_are_those_of_trls_own_correction(tmp_path, tokenizer
 # --- in training
 
 
-def test_a_correction_trains_against_a_replica(tmp_path, tokenizer):
+def test_a_correction_trains_against_a_replica(tmp_path):
     bounds = {"rollout_correction": "token_mask", "rollout_correction_min": 0.9, "rollout_correction_max": 1.1}
-    config = make_config(tmp_path, deployment_scheme="fp8", constraint="lagrangian", lambda_lr=0.5, **bounds)
-    trainer = make_trainer(config, tokenizer, model=make_model(128))
+    ascent = {"constraint": "lagrangian", "lambda_lr": 0.5}
+    trainer = make_trainer(tmp_path, make_model(128), deployment_scheme="fp8", **ascent, **bounds)
     trainer.train()
     assert_finite(trainer)
     masked, weights = logged(trainer, "correction/masked_fraction"), logged(trainer, "correction/weight_mean")
-    assert len(masked) == config.max_steps
+    assert len(masked) == trainer.args.max_steps
     assert all(0 <= share < 1 for share in masked)
     assert all(0 < weight < 1.1 for weight in weights)
     means, all_means = logged(trainer, "discrepancy/mean"), logged(trainer, "discrepancy/mean_all")
@@ -289,14 +295,12 @@ def test_a_correction_trains_against_a_replica(tmp_path, tokenizer):
         assert after == pytest.approx(now + 0.5 * (mean - 0.0037))
 
 
-def test_the_correction_weighs_what_the_form_of_the_constraint_has_made(tmp_path, tokenizer, seen_by_the_loss):
+def test_the_correction_weighs_what_the_form_of_the_constraint_has_made(tmp_path, seen_by_the_loss):
     seen = []
     for correction in ("none", "token_mask"):
         seen_by_the_loss.clear()
-        config = make_config(
-            tmp_path, max_steps=1, constraint="static", lambda_init=0.5, rollout_correction=correction, **MISALIGNED
-        )
-        make_trainer(config, tokenizer, Rollouts(edit=on_both_sides)).train()
+        fields = {"constraint": "static", "lambda_init": 0.5, "rollout_correction": correction} | MISALIGNED
+        make_trainer(tmp_path, max_steps=1, rollout_func=Rollouts(edit=on_both_sides), **fields).train()
         seen.append(seen_by_the_loss[0])
     plain, corrected = seen
     mask = plain["completion_mask"].bool() & plain["sampling_per_token_logps"].isfinite()
@@ -307,13 +311,13 @@ def test_the_correction_weighs_what_the_form_of_the_constraint_has_made(tmp_path
     assert (ratio[mask] <= 2).any()
 
 
-def test_a_batch_that_is_masked_whole_teaches_nothing_and_leaves_lambda(tmp_path, tokenizer, caplog):
+def test_a_batch_that_is_masked_whole_teaches_nothing_and_leaves_lambda(tmp_path, caplog):
     def unlike(call, completions, logprobs):
         for row in logprobs:
             row[:] = [-1e-3] * len(row)  # the engine was sure of all that the trainer finds rare
 
-    config = make_config(tmp_path, max_steps=2, rollout_correction="geometric_mask")
-    trainer = make_trainer(config, tokenizer, Rollouts(edit=unlike))
+    options = {"max_steps": 2, "rollout_correction": "geometric_mask"}
+    trainer = make_trainer(tmp_path, rollout_func=Rollouts(edit=unlike), **options)
     trainer.train()
     assert logged(trainer, "lagrangian/lambda") == [0.1, 0.1]
     assert logged(trainer, "correction/masked_fraction") == [1, 1]
@@ -323,21 +327,12 @@ def test_a_batch_that_is_masked_whole_teaches_nothing_and_leaves_lambda(tmp_path
     assert "masks all tokens" in caplog.text
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, tokenizer):
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     """From a step within a generation batch, whose corrected rest is in the checkpoint."""
-    fields = {
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "max_steps": 3,
-        "lambda_lr": 0.5,
-        "rollout_correction": "token_mask",
-        **MISALIGNED,
-    }
-    whole = make_trainer(make_config(tmp_path, **fields), tokenizer, ByStep())
+    fields = {"save_steps": 1, "max_steps": 3, "lambda_lr": 0.5, "rollout_correction": "token_mask", **MISALIGNED}
+    whole, resumed = (make_trainer(tmp_path, rollout_func=ByStep(), **fields) for _ in range(2))
     whole.train()
-    resumed = make_trainer(make_config(tmp_path, **fields), tokenizer, ByStep())
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert logged(resumed, "loss") == logged(whole, "loss")
     assert logged(resumed, "correction/masked_fraction") == logged(whole, "correction/masked_fraction")
-    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_same_weights(resumed.model, whole.model)

@@ -1,7 +1,6 @@
 """Problems made on the spot, prompts from files, and problems as text."""
 
 import copy
-import json
 from dataclasses import replace
 
 import datasets
@@ -14,7 +13,7 @@ from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load
 from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.grading import GRADING_COLUMNS
 
-from .helpers import ROOT
+from .helpers import ROOT, refuses, write_rows
 
 
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -78,13 +77,7 @@ def test_files(tmp_path, suffix, tokenizer, rows, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / f"rows.{suffix}"
     flat = Dataset.from_list([{"q": row["q"], "gold": row["a"]["gold"]} for row in rows])
-    match suffix:
-        case "parquet":
-            flat.to_parquet(path)
-        case "csv":
-            flat.to_csv(path, index=False)
-        case _:
-            flat.to_json(path)
+    getattr(flat, f"to_{suffix.removesuffix('l')}")(path)
     prompts, counts = load_prompts(load_rows(str(path)), tokenizer, "q", "gold", max_prompt_length=100)
     assert prompts["answer"] == ["2", "4"]
     assert prompts[0]["prompt"] == [{"role": "user", "content": "1+1?"}]
@@ -113,7 +106,7 @@ def test_system_prompts_and_earlier_turns_are_kept(tokenizer):
     assert counts == {"rows": 4, "kept": 3, "without prompt": 1}  # one has no question at its end
     plain = copy.copy(tokenizer)
     plain.chat_template = None
-    with pytest.raises(ValueError, match="prompt_column='prompt' has messages of the role 'system'"):
+    with refuses(ValueError, "prompt_column='prompt'", "'system'", "column of texts"):
         load_prompts(data, plain, "prompt", "answer")
 
 
@@ -139,58 +132,54 @@ def test_what_grading_needs_is_carried_along(tokenizer):
 
 def test_missing_columns_are_named(tokenizer, rows):
     data = Dataset.from_list(rows)
-    with pytest.raises(
-        ValueError, match="prompt_column='prompt' is missing: set it to a column of the rows, which have 'q', 'a'"
-    ):
+    with refuses(ValueError, "prompt_column='prompt'", "'q', 'a'"):
         load_prompts(data, tokenizer)
-    with pytest.raises(ValueError, match="answer_column='answer' is missing"):
+    with refuses(ValueError, "answer_column='answer'", "'q', 'a'"):
         load_prompts(data, tokenizer, "q")
-    with pytest.raises(ValueError, match=r"answer_column='a\.silver' is missing: .* which have 'gold'"):
+    with refuses(ValueError, "answer_column='a.silver'", "'gold'"):
         load_prompts(data, tokenizer, "q", "a.silver")
-    with pytest.raises(ValueError, match="none of the 6 rows can be used"):
+    with refuses(ValueError, "6 rows", "tokens"):
         load_prompts(data, tokenizer, "q", "a.gold", max_prompt_length=1)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("none.jsonl", None, "is no data file"),
-        ("rows.txt", b"{}", "is no data file"),
-        ("broken.jsonl", b"{not json", "cannot be loaded"),
-        ("latin.jsonl", '{"prompt": "Zo\u00e9", "answer": "3"}\n'.encode("latin1"), "is not a text in UTF-8"),
+        ("none.jsonl", None, "data file"),
+        ("rows.txt", b"{}", "data file"),
+        ("broken.jsonl", b"{not json", "loaded"),
+        ("latin.jsonl", '{"prompt": "Zo\u00e9", "answer": "3"}\n'.encode("latin1"), "UTF-8"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, name, content, words):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name}.*{words}"):
+    with refuses(ValueError, name, words):
         load_rows(str(tmp_path / name))
 
 
 def test_a_reward_of_ones_own_gets_answers_that_no_grader_reads(tokenizer, tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"Name a {kind}.", "answer": kind}) + "\n" for kind in ("dog", "cat"))
-    )
+    write_rows(path, [{"prompt": f"Name a {kind}.", "answer": kind} for kind in ("dog", "cat")])
     own = DataArguments(dataset_name=str(path), rewards=["my_rewards.names"])
     assert load_data(own, tokenizer, 0, 0)[0]["answer"][:] == ["dog", "cat"]
     for given in ([True, False], [3, 4], ["1 #### 7", ""], [["Paris", "paris"], []]):
         rows = [{"question": "?", "reply": {"of": each}, "prompts": 1, "completions": 2} for each in given]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
         columns = {"prompt_column": "question", "answer_column": "reply.of"}
         found = load_data(replace(own, **columns), tokenizer, 0, 0)[0]
         assert found["answer"][:] == given
         assert not {"prompts", "completions"} & {*found.column_names}  # which are TRL's own arguments of a reward
     # A reward may read other columns, and no answer at all.
-    path.write_text(json.dumps({"prompt": "2+3?", "total": 5}) + "\n")
+    write_rows(path, [{"prompt": "2+3?", "total": 5}])
     assert load_data(own, tokenizer, 0, 0)[0][0] == {
         "prompt": [{"role": "user", "content": "2+3?"}],
         "answer": None,
         "total": 5,
     }
-    path.write_text("".join(json.dumps({"prompt": "?", "answer": kind}) + "\n" for kind in ("dog", "cat")))
-    with pytest.raises(ValueError, match="2 without a gold answer that can be parsed"):
+    write_rows(path, [{"prompt": "?", "answer": kind} for kind in ("dog", "cat")])
+    with refuses(ValueError, "2 without a gold answer"):
         load_data(replace(own, rewards=["my_rewards.names", "math"]), tokenizer, 0, 0)
-    path.write_text(json.dumps({"prompt": "2+3?", "answer": 5, "unit": 3}) + "\n")  # a chapter
-    with pytest.raises(ValueError, match="unit=3 is no str: rename a column that is not for it"):
+    write_rows(path, [{"prompt": "2+3?", "answer": 5, "unit": 3}])  # a chapter
+    with refuses(ValueError, "unit=3", "rename"):
         load_data(DataArguments(dataset_name=str(path)), tokenizer, 0, 0)

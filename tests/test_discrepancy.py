@@ -51,12 +51,10 @@ def test_penalties_by_hand(measure, level):
 def test_batch_means_by_hand(measure):
     delta = torch.tensor(DELTAS[measure])
     first, second = DELTAS[measure]
-    by_sequence = discrepancy_sums(delta, MASK.bool(), "sequence")
-    expected = (sum(first) / 3 + sum(second[:2]) / 2) / 2
-    assert (by_sequence["discrepancy_sum"] / by_sequence["discrepancy_count"]).item() == pytest.approx(expected)
-    by_token = discrepancy_sums(delta, MASK.bool(), "token")
-    expected = (sum(first) + sum(second[:2])) / 5
-    assert (by_token["discrepancy_sum"] / by_token["discrepancy_count"]).item() == pytest.approx(expected)
+    expected = {"sequence": (sum(first) / 3 + sum(second[:2]) / 2) / 2, "token": (sum(first) + sum(second[:2])) / 5}
+    for reduction, mean in expected.items():
+        sums = discrepancy_sums(delta, MASK.bool(), reduction)
+        assert (sums["discrepancy_sum"] / sums["discrepancy_count"]).item() == pytest.approx(mean)
 
 
 def brute_force_metrics(train, infer, mask):

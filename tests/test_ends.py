@@ -1,35 +1,33 @@
 """How a training ends: finished already, begun anew, or by an error of whoever takes part in it."""
 
-import json
 import os
 import shutil
 import subprocess
 
 import pytest
-import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from dc_trl.run.manifest import checkpoint_defect, checkpoints
 
 from . import helpers
-from .helpers import ROOT, TWO_PROCESSES, distinct_characters, make_prompts, untimed_rows
+from .helpers import (
+    ROOT,
+    TWO_PROCESSES,
+    On,
+    assert_same_weights,
+    distinct_characters,
+    make_prompts,
+    read_rows,
+    untimed_rows,
+)
 
 
 def make_trainer(folder, reward=None, prompts=16, evaluated=False, **options):
-    options = {"deployment_scheme": "bf16", "save_strategy": "steps", "save_steps": 500, **options}
+    options = {"deployment_scheme": "bf16", "save_steps": 500, **options}
     if evaluated:
-        options |= {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_prompts(4)}
+        options |= {"eval_steps": 1, "eval_dataset": make_prompts(4)}
     return helpers.make_trainer(folder, None, reward, train_dataset=make_prompts(prompts), **options)
-
-
-def weights(trainer):
-    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-
-def assert_same_weights(trainer, expected):
-    for name, value in trainer.model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
 
 
 def contents(folder):
@@ -44,20 +42,20 @@ EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "prompts": 2}
 def test_a_finished_run_is_not_trained_any_further(tmp_path):
     first = make_trainer(tmp_path, export_run=True, **EPOCHS)
     first.train()
-    done, expected, left = first.state.global_step, weights(first), contents(tmp_path)
+    done, left = first.state.global_step, contents(tmp_path)
     for wanted in (True, "auto"):
         again = make_trainer(tmp_path, export_run=True, **EPOCHS)
         output = again.train(resume_from_checkpoint=wanted)
         assert isinstance(output, TrainOutput)
         assert output.global_step == again.state.global_step == done
-        assert_same_weights(again, expected)
-        now = contents(tmp_path)
-        assert {name: at for name, at in now.items() if name.parent.name == f"checkpoint-{done}"} == {
-            name: at for name, at in left.items() if name.parent.name == f"checkpoint-{done}"
-        }
-    assert [path.name for path in checkpoints(tmp_path).values()] == [f"checkpoint-{done}"]
-    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
-    assert {row["step"] for row in history if "train_runtime" in row} == {done}
+        assert_same_weights(again.model, first.model)
+        kept = [
+            {name: at for name, at in each.items() if name.parent.name == f"checkpoint-{done}"}
+            for each in (left, contents(tmp_path))
+        ]
+        assert kept[0] == kept[1]
+    assert list(checkpoints(tmp_path)) == [done]
+    assert {row["step"] for row in read_rows(tmp_path / "history.jsonl") if "train_runtime" in row} == {done}
     further = EPOCHS | {"max_steps": done + 2}
     again = make_trainer(tmp_path, export_run=True, **further)
     again.train(resume_from_checkpoint=True)
@@ -79,9 +77,6 @@ def test_what_the_end_of_a_finished_run_lacks_is_made(tmp_path):
     assert (tmp_path / "deployment" / "model.safetensors").read_bytes() != deployed
 
 
-# --- auto -----------------------------------------------------------------------------------------------------------
-
-
 # --- an error ends the training -------------------------------------------------------------------------------------
 
 
@@ -89,16 +84,14 @@ class BrokenError(Exception):
     pass
 
 
-class Raise(TrainerCallback):
-    """Raises an error at an event, when so many steps have ended."""
+def breaking(event, step):
+    """A callback that raises an error at an event, when so many steps have ended."""
 
-    def __init__(self, event, step, error=BrokenError):
-        self._step, self._error = step, error
-        setattr(self, event, self._raise)
+    def fail(state, **kwargs):
+        if state.global_step == step:
+            raise BrokenError("broken by the test")
 
-    def _raise(self, args, state, control, **kwargs):
-        if state.global_step == self._step:
-            raise self._error("broken by the test")
+    return On(event, fail)
 
 
 class BrokenReward:
@@ -119,8 +112,8 @@ TWO_STEPS = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
 ACCUMULATED = {"steps_per_generation": 1, "gradient_accumulation_steps": 2}
 BREAKS = {
     "the reward of the second micro-batch": (BrokenReward(6), 2, ACCUMULATED),
-    "the second one": (Raise("on_pre_optimizer_step", 3), 3, TWO_STEPS),
-    "an epoch": (Raise("on_epoch_begin", 4), 4, {"prompts": 4}),
+    "the second one": (breaking("on_pre_optimizer_step", 3), 3, TWO_STEPS),
+    "an epoch": (breaking("on_epoch_begin", 4), 4, {"prompts": 4}),
 }
 
 
@@ -144,7 +137,7 @@ def test_an_error_loses_no_step_that_had_ended(tmp_path, what):
     resumed.train(resume_from_checkpoint=True)
     whole = make_trainer(tmp_path / "whole", **options)  # which seeds the random numbers
     whole.train()
-    assert_same_weights(resumed, weights(whole))
+    assert_same_weights(resumed.model, whole.model)
     assert resumed.lagrange_multiplier.state_dict() == whole.lagrange_multiplier.state_dict()
     assert untimed_rows(resumed, after=done) == untimed_rows(whole, after=done)
 
@@ -164,8 +157,9 @@ def test_weights_that_the_optimizer_was_moving_are_not_saved(tmp_path):
     with pytest.raises(BrokenError) as raised:
         trainer.train()
     (note,) = raised.value.__notes__
-    assert "could not be saved (the optimizer was moving the weights)" in note
-    assert [path.name for path in checkpoints(tmp_path).values()] == ["checkpoint-1"]
+    assert "optimizer was moving" in note
+    assert "resume_from_checkpoint=true" in note
+    assert list(checkpoints(tmp_path)) == [1]
 
 
 WORKER = """
@@ -192,7 +186,7 @@ def test_of_two_processes_one_that_fails_alone_does_not_wait_for_good(tmp_path):
         timeout=280,  # less than ddp_timeout, for which the one that is left would wait
     )
     assert done.returncode != 0
-    assert "BrokenError: broken by the test" in done.stderr
+    assert "BrokenError" in done.stderr
     whole = [path.name for path in checkpoints(tmp_path / "run").values() if checkpoint_defect(path) is None]
     assert whole == ["checkpoint-2"]
-    assert "one of several processes cannot save alone" in done.stderr
+    assert "several processes" in done.stderr

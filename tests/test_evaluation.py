@@ -1,6 +1,5 @@
 """Evaluations by the replica and by a real vLLM server: what they sample, keep, continue and conclude."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
+from dc_trl.command import call
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.engines import EvaluatedModel, fingerprint
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare, comparison_table, evaluation_table
@@ -23,7 +22,7 @@ from dc_trl.sampling.replica import Replica, end_tokens
 from dc_trl.sampling.seeded import ReplicaEngine, Request, Sampling, ServerEngine, sample_seed
 from dc_trl.serving.client import ServerClient
 
-from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer, program
+from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer, read_json, read_rows, refuses, tiny_model
 from .vllm_server import requires_vllm
 
 
@@ -33,7 +32,7 @@ MODEL = "dc_trl/assets/tiny_qwen3"
 
 @pytest.fixture(scope="module")
 def replica():
-    return Replica(AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32), "fp8")
+    return Replica(tiny_model(), "fp8")
 
 
 def run(engine, output, benchmarks, **options):
@@ -43,7 +42,7 @@ def run(engine, output, benchmarks, **options):
 
 def stored(folder):
     """All rows of the sample file in a folder, by problem and number of the sample."""
-    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "samples.jsonl")
     keys = Counter((row["id"], row["sample"]) for row in rows)
     assert set(keys.values()) == {1}
     return {(row["id"], row["sample"]): row for row in rows}
@@ -81,12 +80,13 @@ def test_the_replica_samples_from_its_distribution(tokenizer):
     for token, probability in zip(order.indices[:kept].tolist(), order.values[:kept].tolist(), strict=True):
         expected[tokenizer.decode([token], skip_special_tokens=True)] += probability / order.values[:kept].sum().item()
     assert set(counts) <= set(expected)
-    texts = [text for text in expected if 4000 * expected[text] >= 5]
-    observed = [counts[text] for text in texts] + [4000 - sum(counts[text] for text in texts)]
-    wanted = [4000 * expected[text] for text in texts]
+    common = [text for text in expected if 4000 * expected[text] >= 5]
+    observed, wanted = ([of[text] for text in common] for of in (counts, expected))
+    observed.append(4000 - sum(observed))
+    wanted = [4000 * share for share in wanted]
     wanted.append(4000 - sum(wanted))
     if wanted[-1] < 1e-6:
-        observed, wanted = observed[:-1], wanted[:-1]
+        del observed[-1], wanted[-1]
     # Chi-squared: its mean is the degrees of freedom, its variance twice that.
     freedom = len(wanted) - 1
     statistic = sum((seen - want) ** 2 / want for seen, want in zip(observed, wanted, strict=True))
@@ -165,16 +165,16 @@ def test_an_evaluation_against_rewards_counted_by_hand(replica, tokenizer, tmp_p
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sampling": Sampling(48, 1.0)}, r"temperature=1\.0: .*drawn with temperature=0\.7"),
-        ({"settings": {"weights": "others"}}, "weights='others': .*drawn with weights=None"),
-        ({"limit": 3}, "problems=.*: .*drawn with problems="),
+        ({"sampling": Sampling(48, 1.0)}, ["temperature=1.0", "temperature=0.7"]),
+        ({"settings": {"weights": "others"}}, ["weights='others'", "weights=None"]),
+        ({"limit": 3}, ["problems="]),
     ],
 )
 def test_samples_of_another_evaluation_are_refused(replica, tokenizer, tmp_path, change, words):
     engine = ReplicaEngine(replica, tokenizer)
     run(engine, tmp_path, [Benchmark.load("arithmetic", samples=1, limit=2)])
     limit = change.pop("limit", 2)
-    with pytest.raises(ValueError, match=words):
+    with refuses(ValueError, *words, "output"):
         run(engine, tmp_path, [Benchmark.load("arithmetic", samples=1, limit=limit)], **change)
 
 
@@ -204,27 +204,24 @@ def test_gold_answers_that_cannot_be_graded_count_nowhere():
     assert result.per_problem == {"a": pytest.approx(2 / 3), "c": 0.0}
     assert result.maj.value == 0.5
     assert result.pass_at[2].value == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="none of the gold answers can be graded"):
+    with refuses(ValueError, "benchmark 'made'", "docs/rewards.md"):
         benchmark_result("made", ["b"], 3, samples)
 
 
 # --- the script -----------------------------------------------------------------------------------------------------
 
 
-def evaluate_script(*arguments):
-    return ["dc-trl evaluate", "--model", MODEL, "--benchmarks", "arithmetic", *arguments]
+OF_TINY = ["--model", MODEL, "--benchmarks", "arithmetic"]
 
 
 @pytest.fixture
 def script(monkeypatch, capsys):
     """Runs dc-trl evaluate in this process, from the project's root; returns what it printed."""
-    module = program("evaluate")
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "160")
 
-    def run_script(command):
-        monkeypatch.setattr(sys, "argv", command)
-        module.main()
+    def run_script(*words):
+        call("evaluate", list(map(str, words)))
         return capsys.readouterr().out
 
     return run_script
@@ -232,11 +229,11 @@ def script(monkeypatch, capsys):
 
 @pytest.mark.long
 def test_a_killed_evaluation_is_continued(tmp_path, script):
-    options = ["--engine", "replica:bf16", "--samples", "4", "--limit", "25", "--max_tokens", "48"]
-    command = [*evaluate_script(*options), "--concurrency", "4", "--output"]
+    command = [*OF_TINY, "--engine", "replica:bf16", "--samples", "4", "--limit", "25", "--max_tokens", "48"]
+    command += ["--concurrency", "4", "--output"]
     folders = [tmp_path / name / "bf16" for name in ("whole", "parts")]
-    assert "arithmetic avg@4" in script([*command, str(tmp_path / "whole")])
-    words = [sys.executable, "-m", "dc_trl", *command[0].split()[1:], *command[1:], str(tmp_path / "parts")]
+    assert "arithmetic avg@4" in script(*command, tmp_path / "whole")
+    words = [sys.executable, "-m", "dc_trl", "evaluate", *command, tmp_path / "parts"]
     with open(tmp_path / "log", "w") as log, subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log) as process:
         while not list(folders[1].glob("arithmetic/samples.jsonl")):
             assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
@@ -244,27 +241,28 @@ def test_a_killed_evaluation_is_continued(tmp_path, script):
         process.kill()
     kept = stored(folders[1] / "arithmetic")
     assert 0 < len(kept) < 100
-    script([*command, str(tmp_path / "parts")])
+    script(*command, tmp_path / "parts")
     whole, rows = (stored(folder / "arithmetic") for folder in folders)
     assert len(rows) == 100
     assert {key: rows[key] for key in kept} == kept
     # The same seeds: batches of other sequences round differently in bfloat16, which tips a choice now and then.
     assert sum(row["completion"] == rows[key]["completion"] for key, row in whole.items()) > 85
-    assert "not shown to differ" in script(["dc-trl evaluate", "--compare", *map(str, folders)])
+    compared = script("--compare", *folders)
+    assert "arithmetic" in compared
+    assert not {"better", "worse"} & {*compared.split()}
 
 
 @requires_vllm
 def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path, script):
     client = ServerClient(fp8_server.url)
     options = ["--engine", fp8_server.url, "--scheme", "fp8", "--samples", "1", "--limit", "4", "--max_tokens", "8"]
-    command = [*evaluate_script(*options), "--output", str(tmp_path)]
-
+    command = [*OF_TINY, *options, "--output", tmp_path]
     client.name_weights("run-7")
-    assert "holds Disclosed(name=" in script(command)
+    assert "holds Disclosed(name=" in script(*command)
     before = stored(tmp_path / "fp8" / "arithmetic")
     assert len(before) == 4
     root = Path(httpx.get(f"{fp8_server.url}/v1/models", timeout=30).json()["data"][0]["root"])
-    weights = json.loads((tmp_path / "fp8" / RESULTS_FILE).read_text())["settings"]["weights"]
+    weights = read_json(tmp_path / "fp8" / RESULTS_FILE)["settings"]["weights"]
     assert weights == {
         "url": fp8_server.url,
         "files": fingerprint(EvaluatedModel(MODEL, "main", None, None)),
@@ -275,8 +273,8 @@ def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path
         "quantization": "compressed-tensors",
     }
     client.name_weights("run-8")
-    with pytest.raises(SystemExit, match=r"^error: weights=.*run-8.*holds samples that were drawn with .*run-7"):
-        script([*command, "--samples", "2"])
+    with refuses(SystemExit, "error: weights=", "run-8", "run-7", "output"):
+        script(*command, "--samples", "2")
     assert stored(tmp_path / "fp8" / "arithmetic") == before
 
 
@@ -284,16 +282,16 @@ def test_samples_of_a_server_are_known_by_what_it_discloses(fp8_server, tmp_path
 def test_a_server_that_serves_something_else_is_refused(fp8_server, tmp_path, script):
     other = tmp_path / "other"
     shutil.copytree(TINY_MODEL, other)
-    options = ["--engine", fp8_server.url, "--limit", "2", "--output", str(tmp_path / "out")]
-    with pytest.raises(SystemExit, match=rf"^error: model='{other}': the server at .* serves '{TINY_MODEL}'"):
-        script(evaluate_script(*options, "--scheme", "fp8", "--model", str(other)))
-    with pytest.raises(SystemExit, match=r"^error: scheme='bf16': .* quantization='compressed-tensors'"):
-        script(evaluate_script(*options))
+    command = [*OF_TINY, "--engine", fp8_server.url, "--limit", "2", "--output", tmp_path / "out"]
+    with refuses(SystemExit, f"error: model='{other}'", f"'{TINY_MODEL}'", "--model"):
+        script(*command, "--scheme", "fp8", "--model", other)
+    with refuses(SystemExit, "error: scheme='bf16'", "quantization='compressed-tensors'", "--scheme"):
+        script(*command)
 
 
 def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
     options = ["--engine", "replica:bf16", "replica:int4", "--samples", "2", "--limit", "32"]
-    output = script(evaluate_script(*options, "--max_tokens", "48", "--output", str(tmp_path)))
+    output = script(*OF_TINY, *options, "--max_tokens", "48", "--output", tmp_path)
     assert "second is" in output
     for scheme in ("bf16", "int4"):
         cells = evaluation_table([Evaluation.load(tmp_path / scheme / RESULTS_FILE)])[1][0]
@@ -303,15 +301,13 @@ def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--benchmarks", "amc23=x.jsonl"], "benchmarks='x.jsonl' is no data file"),
-        (["--engine", "http://127.0.0.1:9"], "connection to vLLM at http://127.0.0.1:9"),
+        (["--benchmarks", "amc23=x.jsonl"], "benchmarks='x.jsonl'"),
+        (["--engine", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
     ],
 )
 def test_what_the_script_refuses(tmp_path, script, options, words):
-    with pytest.raises(SystemExit) as refused:
-        script(evaluate_script("--limit", "2", "--output", str(tmp_path / "out"), *options))
-    assert str(refused.value).startswith("error: ")
-    assert words in str(refused.value)
+    with refuses(SystemExit, "error: ", words):
+        script(*OF_TINY, "--limit", "2", "--output", tmp_path / "out", *options)
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -342,7 +338,7 @@ def test_two_evaluations_are_compared_on_their_common_benchmarks():
     rows = comparison_table(first, second, differences)[1]
     assert [row[-1] for row in rows[:2]] == ["better", "not shown to differ"]
     assert rows[2][:3] == ["average", "43.8", "50.0"]  # (25 + 62.5) / 2 and (50 + 50) / 2, without gsm8k
-    with pytest.raises(ValueError, match="no benchmark in common"):
+    with refuses(ValueError, "benchmark in common"):
         compare(first, made_evaluation("fp8", {"math500": [1.0]}))
-    with pytest.raises(ValueError, match="different problems of 'amc23'"):
+    with refuses(ValueError, "'amc23'", "the same"):
         compare(first, made_evaluation("fp8", {"amc23": [1.0, 1.0, 1.0]}))

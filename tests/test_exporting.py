@@ -2,9 +2,9 @@
 
 import inspect
 import json
+import os
 import random
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +22,17 @@ from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.runs import read_history
 
 from . import helpers
-from .helpers import TINY_MODEL, make_model, make_prompts, make_tokenizer
+from .helpers import (
+    TINY_MODEL,
+    TWO_EXPERTS,
+    files_in,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+    random_model,
+    read_json,
+    refuses,
+)
 
 
 OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "run.png"}
@@ -31,10 +41,6 @@ OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "run.png"}
 def make_trainer(output_dir, model=None, reward=None, **options):
     options = {"deployment_scheme": "fp8", "export_run": True, "max_steps": 2} | options
     return helpers.make_trainer(output_dir, model, reward, **options)
-
-
-def files_in(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def steps_of(history):
@@ -47,9 +53,9 @@ def steps_of(history):
 def test_the_swap_alone_leaves_the_run_and_the_deployment(tmp_path):
     assert DCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False).export_run  # by default
     run = tmp_path / "run"
-    trainer = make_trainer(run, str(TINY_MODEL), save_strategy="steps", save_steps=1)
+    trainer = make_trainer(run, str(TINY_MODEL), save_steps=1)
     trainer.train()
-    assert {path.name for path in run.iterdir()} == OF_A_RUN | {"checkpoint-1", "checkpoint-2", "README.md"}
+    assert {*os.listdir(run)} == OF_A_RUN | {"checkpoint-1", "checkpoint-2", "README.md"}
     assert not list(run.glob("checkpoint-*/deployment"))
 
     trainer.save_deployment(tmp_path / "by hand")
@@ -66,7 +72,7 @@ def test_the_swap_alone_leaves_the_run_and_the_deployment(tmp_path):
     assert [row["step"] for row in history] == [row["step"] for row in logged] == [1, 2, 2]
     for name in ("reward", "discrepancy/mean", "lagrangian/lambda"):
         assert [row.get(name) for row in history] == [row.get(name) for row in logged]
-    assert json.loads((run / "settings.json").read_text())["deployment_scheme"] == "fp8"
+    assert read_json(run / "settings.json")["deployment_scheme"] == "fp8"
     with Image.open(run / "run.png") as figure:
         assert min(figure.size) > 200
 
@@ -78,7 +84,7 @@ def test_save_model_leaves_the_deployment_beside_the_model(tmp_path):
         trainer.model.model.norm.weight.mul_(2.0)
     trainer.save_model()
     folder = tmp_path / "run"
-    assert {path.name for path in folder.iterdir()} >= OF_A_RUN | {"model.safetensors"}
+    assert {*os.listdir(folder)} >= OF_A_RUN | {"model.safetensors"}
     assert not list(folder.glob("deployment.*"))
     whole, deployed = (load_file(path / "model.safetensors") for path in (folder, folder / "deployment"))
     assert torch.equal(deployed["model.norm.weight"], whole["model.norm.weight"].bfloat16())
@@ -116,11 +122,11 @@ def test_a_callback_that_the_user_names_takes_the_place_of_our_own(tmp_path):
     assert [one for one in trainer.callback_handler.callbacks if isinstance(one, HistoryCallback)] == [mine]
     trainer.train()
     assert steps_of(tmp_path / "history.jsonl") == [1, 2]
-    assert json.loads((tmp_path / "settings.json").read_text())["dataset_name"] == "mine"
+    assert read_json(tmp_path / "settings.json")["dataset_name"] == "mine"
 
 
 def test_the_callback_for_checkpoints_exports_each(tmp_path):
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
+    trainer = make_trainer(tmp_path, save_steps=1)
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
     trainer.train()
     folders = [tmp_path / name / "deployment" for name in ("checkpoint-1", "checkpoint-2", ".")]
@@ -131,7 +137,7 @@ def test_the_callback_for_checkpoints_exports_each(tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_its_history_and_replaces_its_deployment(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2}
+    options = {"save_steps": 2}
     whole = make_trainer(tmp_path / "whole", max_steps=4, **options)
     whole.train()
     run = tmp_path / "run"
@@ -163,7 +169,7 @@ def test_a_second_run_in_the_same_directory_keeps_what_the_first_left(tmp_path, 
     assert files_in(tmp_path / "deployment.1") == deployment
     assert files_in(tmp_path / "deployment") != deployment
     assert steps_of(tmp_path / "history.jsonl") == ([1, 2] if same_trainer else [1])
-    assert "deployment belongs to an earlier run and is kept as deployment.1" in caplog.text
+    assert "deployment.1" in caplog.text
 
 
 def test_folders_of_the_user_stay(tmp_path, caplog):
@@ -180,15 +186,15 @@ def test_folders_of_the_user_stay(tmp_path, caplog):
     assert (
         "config.json" in files_in(tmp_path / "model" / "deployment").keys() & files_in(tmp_path / "deployment").keys()
     )
-    assert "model/deployment holds no deployed checkpoint and is kept as deployment.1" in caplog.text
+    assert f"{tmp_path}/model/deployment " in caplog.text
 
 
 def test_an_evaluation_begins_no_run(tmp_path):
     make_trainer(tmp_path, max_steps=1).train()
-    before = {path.name for path in tmp_path.iterdir()}
+    before = {*os.listdir(tmp_path)}
     trainer = make_trainer(tmp_path)
     trainer.evaluate(make_prompts(4))
-    assert {path.name for path in tmp_path.iterdir()} == before
+    assert {*os.listdir(tmp_path)} == before
     assert steps_of(tmp_path / "history.jsonl") == [1]
     trainer.train()
     assert steps_of(tmp_path / "history.jsonl") == [1, 2]
@@ -208,15 +214,13 @@ def test_a_collapsed_run_is_not_exported(tmp_path):
     trainer.train()
     assert alarm.stopped is not None
     assert trainer.state.global_step < 16
-    assert {path.name for path in tmp_path.iterdir()} == OF_A_RUN - {"deployment"}
+    assert {*os.listdir(tmp_path)} == OF_A_RUN - {"deployment"}
 
 
 def test_what_cannot_be_exported_is_refused_before_the_first_step(tmp_path):
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 262}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
-    model = AutoModelForCausalLM.from_config(GraniteMoeConfig(**shape, **heads, pad_token_id=0, eos_token_id=1))
+    model = random_model(GraniteMoeConfig, eos_token_id=1, **TWO_EXPERTS)
     trainer = make_trainer(tmp_path, model)
-    with pytest.raises(ValueError, match=r"'fp8' cannot be written: .*in one tensor.*Or set export_run=False"):
+    with refuses(ValueError, "deployment_scheme='fp8'", "export_run=False"):
         trainer.train()
     assert trainer.state.global_step == 0
     assert not (tmp_path / "history.jsonl").exists()
@@ -232,11 +236,7 @@ def test_the_constructor_shows_what_trls_shows(ours, theirs):
     assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in trls]
     # Our configuration, and objects whose types TRL has protocols for.
     others = {"args", "rollout_func", "environment_factory", "rollout_worker", "weight_transfer"}
-    names = {
-        **vars(import_module(theirs.__module__)),
-        **vars(torch.optim),
-        "LambdaLR": torch.optim.lr_scheduler.LambdaLR,
-    }
+    names = vars(import_module(theirs.__module__)) | vars(torch.optim) | vars(torch.optim.lr_scheduler)
     names["Reward"] = names["RewardFunc"]
     for parameter, trl in zip(mine, trls, strict=True):
         if parameter.name not in others:

@@ -1,6 +1,7 @@
 """What two processes make of a fault that only one of them meets, and what is asked of a server again."""
 
-import json
+import errno
+import os
 
 import pytest
 
@@ -8,8 +9,8 @@ from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.serving.errors import ServerError
 
 from . import helpers
-from .helpers import TWO_PROCESSES, at_server, make_model, succeed
-from .stub_server import completions, stub_server
+from .helpers import TWO_PROCESSES, at_server, make_model, read_json, refuses, succeed
+from .stub_server import sampled, stub_server
 from .vllm_server import requires_vllm
 
 
@@ -22,7 +23,7 @@ def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     with stub_server() as server:
         succeed([*TWO_PROCESSES, "-m", "tests.fault_worker", server.url, str(folder)], timeout=1200)
-    first, second = json.loads((folder / "seen.json").read_text())
+    first, second = read_json(folder / "seen.json")
     assert first == second
     return first | {"folder": folder}
 
@@ -30,11 +31,11 @@ def seen(tmp_path_factory):
 @pytest.mark.long
 def test_a_stream_that_breaks_on_one_process_is_an_error_on_both_and_hangs_neither(seen):
     (naming, start, update, reset, nccl, healthy), names = zip(*seen["ends"], strict=True)
-    assert "broke during /update_weight_version" in naming
-    assert "broke during /start_weight_update" in start
-    assert "broke during /update_weights" in update
-    assert "broke during /reset_prefix_cache" in reset
-    assert "weight_sync='nccl' failed: NCCL error" in nccl
+    assert "/update_weight_version" in naming
+    assert "/start_weight_update" in start
+    assert "/update_weights" in update
+    assert "/reset_prefix_cache" in reset
+    assert "weight_sync='nccl'" in nccl
     assert healthy == "synchronized"
     # Weights that may have been sent in part have no name of weights that are whole.
     assert names[1:] == ("loading-NAME",) * 4 + ("NAME",)
@@ -42,9 +43,7 @@ def test_a_stream_that_breaks_on_one_process_is_an_error_on_both_and_hangs_neith
 
 @pytest.mark.long
 def test_a_server_that_hangs_is_given_up_before_the_other_process_stops_waiting(seen):
-    assert "did not answer /v1/completions" in seen["hung"]
-    assert "ddp_timeout" in seen["hung"]
-    assert "No step had ended" in seen["hung"]
+    assert all(words in seen["hung"] for words in ("/v1/completions", "ddp_timeout", "same command"))
 
 
 def make_trainer(url, output_dir, **options):
@@ -71,7 +70,7 @@ def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_pa
             server.asked.clear()
 
     with stub_server() as server:
-        server.completes = lambda body: completions(body["prompt"] * body["n"], [[30, 31, 1]] * body["n"], None)
+        server.completes = sampled
         server.before = restart
         trainer = make_trainer(server.url, tmp_path, max_steps=2)
         trainer.train()
@@ -94,9 +93,8 @@ def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_pa
     ids=["nobody", "address", "format", "length"],
 )
 def test_a_server_that_does_not_fit_is_refused(tmp_path, options, words):
-    with stub_server() as server, pytest.raises(ServerError) as error:
+    with stub_server() as server, refuses(ServerError, *words):
         make_trainer(server.url, tmp_path, **{"vllm_server_timeout": 60.0, "vllm_max_retries": 0} | options)
-    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monkeypatch):
@@ -106,7 +104,7 @@ def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monke
     left.mkdir(parents=True)
     (left / "trainer_state.json").write_text("{}")
     with stub_server() as server:
-        server.completes = lambda body: completions(body["prompt"] * body["n"], [[30, 31, 1]] * body["n"], None)
+        server.completes = sampled
         trainer = make_trainer(
             server.url, tmp_path / "run", weight_sync_dir=str(tmp_path / "sync"), vllm_max_retries=0
         )
@@ -120,16 +118,11 @@ def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monke
             return write(self, *args)
 
         monkeypatch.setattr(CheckpointWriter, "write", full)
-        with pytest.raises(ServerError) as error:
+        with refuses(
+            ServerError, f"weight_sync_dir='{tmp_path / 'sync'}'", os.strerror(errno.ENOSPC), "checkpoint-1'"
+        ):
             trainer.train()
         monkeypatch.undo()
         resumed = make_trainer(server.url, tmp_path / "run", max_steps=2)
         resumed.train(resume_from_checkpoint=str(left))
     assert resumed.state.global_step == 2
-    said = str(error.value)
-    for word in (
-        f"weight_sync_dir='{tmp_path / 'sync'}'",
-        "No space left on device",
-        "The run is saved",
-    ):
-        assert word in said

@@ -1,7 +1,6 @@
 """Forms of the constraint: the paper's, and that the trainer runs whichever it is given."""
 
 import math
-import re
 import sys
 
 import pytest
@@ -15,7 +14,18 @@ from dc_trl.constraint.metrics import BatchStatistics, batch_metrics, mean_discr
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.sampled_tokens import SampledTokens
 
-from .helpers import ROOT, Rollouts, completion_logps, logged, make_config, make_model, make_trainer
+from .helpers import (
+    ROOT,
+    Rollouts,
+    code_blocks,
+    completion_logps,
+    logged,
+    make_config,
+    make_model,
+    make_trainer,
+    refuses,
+    sums_of_two,
+)
 
 
 TRAIN = torch.tensor([[0.5, 0.2, 0.9], [0.25, 0.75, 0.5]]).log()
@@ -111,9 +121,7 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
         for _ in range(2):  # each row twice
             rows = slice(row, row + 1)
             rank.add(SampledTokens(*(values[rows] for values in TOKENS[:4])), penalty[rows])
-    of_others: list[torch.Tensor] = []
-    assert ranks[1].reduce(lambda local: of_others.append(local) or local) is not None
-    sums = ranks[0].reduce(lambda local: torch.cat([local, *of_others]))
+    sums = sums_of_two(ranks)
     assert sums["tokens"] == 10
     assert mean_discrepancy(sums) == pytest.approx((0.1 / 2 + 0.75 / 3) / 2)
     metrics = batch_metrics(sums, LagrangeMultiplier(init=0.5))
@@ -129,7 +137,7 @@ def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
 @pytest.fixture
 def own_form(tmp_path, monkeypatch):
     """The module of docs/corrections.md, where Python finds it."""
-    *_, source = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "corrections.md").read_text(), re.DOTALL)
+    *_, source = code_blocks((ROOT / "docs" / "corrections.md").read_text(), "python")
     (tmp_path / "my_form.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_form", raising=False)
@@ -150,16 +158,16 @@ def test_the_form_of_the_page_trains(own_form, tmp_path, seen_by_the_loss):
 
 
 @pytest.mark.parametrize(
-    ("field", "name", "said"),
+    ("field", "name", "words"),
     [
-        ("constraint_form", "two_sided_kl", "choose one of 'injected', .*'log_ratio', or name a function"),
-        ("constraint_form", "nowhere:form", "the module 'nowhere' cannot be imported"),
-        ("constraint_form", "my_form:half", "my_form has no function 'half'"),
-        ("constraint_form", "math:hypot", r"called as hypot\(tokens, measure\), which it does not take"),
-        ("rollout_correction", "my_form:complete", r"called as complete\(tokens, upper\), which it does not take"),
+        ("constraint_form", "two_sided_kl", ["'injected'", "'log_ratio'", "'module:function'"]),
+        ("constraint_form", "nowhere:form", ["module 'nowhere'", "install"]),
+        ("constraint_form", "my_form:half", ["my_form ", "function 'half'"]),
+        ("constraint_form", "math:hypot", ["hypot(tokens, measure)"]),
+        ("rollout_correction", "my_form:complete", ["complete(tokens, upper)"]),
     ],
 )
-def test_what_is_no_such_function_is_refused_when_the_configuration_is_made(own_form, tmp_path, field, name, said):
+def test_what_is_no_such_function_is_refused_when_the_configuration_is_made(own_form, tmp_path, field, name, words):
     others = {"constraint": "static"} if field == "constraint_form" else {"rollout_correction_max": 3.0}
-    with pytest.raises(ValueError, match=f"{field}={name!r}.*{said}"):
+    with refuses(ValueError, f"{field}={name!r}", *words):
         make_config(tmp_path, **{field: name} | {"constraint": "none"} | others)

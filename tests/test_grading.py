@@ -1,11 +1,9 @@
 """What counts as correct is in docs/rewards.md, with more examples in grading_rules.md, row by row."""
 
 import ast
-import json
 import logging
 import re
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +13,9 @@ from dc_trl.data.benchmarks import MINERVA_RELATIVE_TOLERANCE
 from dc_trl.grading import Gold, Grader, extract_answer, grade, is_gradable
 from dc_trl.grading.rewards import math_reward
 
+from .helpers import ROOT, read_rows, refuses
 
-ROOT = Path(__file__).parents[1]
+
 DATA = ROOT.parent / "shared" / "data"
 
 
@@ -149,13 +148,13 @@ def test_scientific_notation_within_a_relative_tolerance(mantissa, exponent, fac
 @pytest.mark.parametrize("field", ["relative_tolerance", "absolute_tolerance"])
 @pytest.mark.parametrize("value", [-0.1, float("nan")])
 def test_a_tolerance_is_a_finite_number_of_at_least_0(field, value):
-    with pytest.raises(ValueError, match=f"{field}={value} is no tolerance: use"):
+    with refuses(ValueError, f"{field}={value}", "at least 0"):
         Gold("1", **{field: value})
 
 
 # Facts from the tests that `source` names: gold, answer, and whether they are equal. Where we grade otherwise, as gold
 # and answer and the other way round (`graded`), docs/rewards.md or grading_rules.md has the reason (`why`).
-PAIRS = [json.loads(line) for line in (ROOT / "tests" / "grading_pairs.jsonl").read_text("utf-8").splitlines()]
+PAIRS = read_rows(ROOT / "tests" / "grading_pairs.jsonl")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair['gold']} {pair['answer']}")
@@ -190,8 +189,7 @@ def rows(name):
     path = DATA / f"{name}.jsonl"
     if not path.is_file():
         pytest.skip(f"the real rows are not here: {name}.jsonl in {DATA.parent.name}/{DATA.name}")
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+    return read_rows(path)
 
 
 def minerva():

@@ -17,22 +17,17 @@ from dc_trl.command.serve import make_parser
 from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
 
-from .helpers import ROOT, TINY_MODEL, logged
+from .helpers import ROOT, code_blocks, logged, look_like_root, plain_logps, refuses, tiny_model
 
 
 DOCS = ROOT / "docs"
 END, ASSISTANT = 1, 4  # ids of <|end|> and <|assistant|> in the tiny model's tokenizer
 
 
-def blocks(name, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / name).read_text(), re.DOTALL | re.MULTILINE)
-
-
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     """A directory that looks like the project's root."""
-    for name in ("configs", "dc_trl", "scripts"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    look_like_root(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -42,7 +37,7 @@ def workplace(tmp_path, monkeypatch):
 
 def run_tools(**edits):
     """The example of docs/tools.md, with settings replaced; its trainer."""
-    code = blocks("tools.md", "python")[0]
+    code = code_blocks((DOCS / "tools.md").read_text(), "python")[0]
     for name, value in ({"max_steps": "1", "per_device_train_batch_size": "8"} | edits).items():
         code, found = re.subn(rf"\b{name}=[^,]+,", f"{name}={value},", code)
         assert found == 1, name
@@ -85,9 +80,7 @@ def test_what_is_scored_of_a_run_with_a_tool(workplace, seen_by_the_loss, capsys
     means, losses = [], []
     for index, (row, ofs) in enumerate(zip(rows, of_tool, strict=True)):
         prompt = inputs["prompt_ids"][index][inputs["prompt_mask"][index].bool()].tolist()
-        with torch.no_grad():
-            logits = trainer.model(input_ids=torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
-        train_logps = logits.log_softmax(-1).gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
+        train_logps = plain_logps(trainer.model, prompt, row)
         infer_logps = inputs["sampling_per_token_logps"][index][mask[index]]
         delta = (train_logps.exp() - infer_logps.exp()).abs()
         scored = ~torch.tensor(ofs)
@@ -108,7 +101,7 @@ def test_what_is_scored_of_a_run_with_a_tool(workplace, seen_by_the_loss, capsys
     calls = sum(len(re.findall(r"\\boxed\{[^}]*\}", trainer.processing_class.decode(row))) for row in rows)
     assert 0 < logged(trainer, "tools/call_frequency")[0] <= calls / len(rows)
     assert logged(trainer, "rewards/Examiner/mean") == logged(trainer, "reward")
-    with pytest.raises(ValueError, match=r"sample one turn, and this trainer has tools"):
+    with refuses(ValueError, "deployed_rewards", "tools", "evaluate()"):
         trainer.deployed_rewards(list(trainer.train_dataset)[:2])
     assert "submit" in capsys.readouterr().out  # the table of completions has the calls
 
@@ -134,7 +127,7 @@ def test_a_packed_base_is_deployed_as_it_computes(tmp_path, load):
     from dc_trl.quantization.checkpoint import CheckpointWriter
 
     quantization = BitsAndBytesConfig(**load, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32, quantization_config=quantization)
+    base = tiny_model(quantization_config=quantization)
     adapter = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     policy = get_peft_model(base, adapter)
     expected = {}

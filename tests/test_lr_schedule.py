@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from dc_trl import LengthDecaySchedule, SurgeDetector
 
+from .helpers import refuses
+
 
 # --- the schedule ---------------------------------------------------------------------------------------------------
 
@@ -87,12 +89,12 @@ def test_a_period_that_is_given_anew_holds_from_the_resumption_on():
 
 @pytest.mark.parametrize("period", [0, 1.5])
 def test_invalid_numbers_are_refused(period):
-    with pytest.raises(ValueError, match=r"floor=1\.1 is invalid"):
+    with refuses(ValueError, "floor=1.1 is invalid"):
         LengthDecaySchedule(make_optimizer(), floor=1.1)
-    with pytest.raises(ValueError, match=r"decay_period=.* is invalid"):
+    with refuses(ValueError, "decay_period=", "is invalid"):
         LengthDecaySchedule(make_optimizer(), decay_period=period)
     schedule = LengthDecaySchedule(make_optimizer(), decay_period=7)
-    with pytest.raises(ValueError, match=r"decay_period=.* is invalid"):
+    with refuses(ValueError, "decay_period=", "is invalid"):
         schedule.decay_period = period
 
 
@@ -125,18 +127,11 @@ def surge(curve):
     return None
 
 
-@pytest.mark.parametrize("deviation", [0.15])
-@pytest.mark.parametrize(
-    ("curve", "expected", "tolerance"),
-    [
-        (jump(100), 100, 2),
-        (sigmoid(100, 40), 100, 10),
-    ],
-)
-def test_a_surge_is_found_in_noise(curve, expected, tolerance, deviation):
+@pytest.mark.parametrize(("curve", "tolerance"), [(jump(100), 2), (sigmoid(100, 40), 10)])
+def test_a_surge_is_found_in_noise(curve, tolerance):
     for seed in range(3):
-        step, found = surge(noisy(curve, deviation, seed))
-        assert abs(step - expected) <= tolerance
+        step, found = surge(noisy(curve, 0.15, seed))
+        assert abs(step - 100) <= tolerance
         assert found == step + 4
 
 

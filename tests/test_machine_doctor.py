@@ -28,7 +28,7 @@ from dc_trl.doctor.run import (
 )
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 
-from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL
+from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL, refuses, takes_minutes
 from .vllm_server import requires_vllm, wait_until_gone
 
 
@@ -108,7 +108,7 @@ def test_a_step_trains_and_samples_with_the_new_weights():
 
 
 def test_an_engine_that_keeps_old_weights_fails():
-    with pytest.raises(RuntimeError, match="the engine seems to sample with old weights: δ̄ is "):
+    with refuses(RuntimeError, "old weights"):
         list(smoke._train(Setup(str(TINY_MODEL), "cpu", os.devnull), "bf16", weight_sync_steps=2))
 
 
@@ -201,8 +201,7 @@ def test_it_leaves_nothing_running_when_it_is_stopped(tmp_path, how, monkeypatch
         assert statuses_in(shown)["device"] == "passed"
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@takes_minutes
 @requires_vllm
 def test_a_real_server(at_root, tmp_path, monkeypatch):
     """vLLM is more exact than the format, and has the new weights after the first step."""

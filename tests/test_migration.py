@@ -14,7 +14,7 @@ from dc_trl import DCGRPOConfig
 from dc_trl.constraint.corrections import correction_of
 from dc_trl.sampled_tokens import SampledTokens
 
-from .helpers import ROOT, Rollouts
+from .helpers import ROOT, SMALL_RUN, Rollouts
 from .test_corrections import in_trl
 
 
@@ -48,31 +48,23 @@ def near_the_model(call, completions, logprobs):
 
 def weights_of_trl(tmp_path, tokenizer, seen, fields, edit):
     """What TRL's own code makes of random rollouts: its ratios, log-probabilities and masks."""
-    plain = {name: value for name, value in fields.items() if name != "use_vllm"}  # no engine has to be there
-    config = GRPOConfig(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=16,
-        num_generations=4,
-        max_completion_length=8,
-        max_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **plain,
-    )
+    own = {"output_dir": str(tmp_path), "per_device_train_batch_size": 16, "max_steps": 1, "use_vllm": False}
+    config = GRPOConfig(**SMALL_RUN | fields | own)  # no engine has to be there
     bounds = {name: getattr(config, f"vllm_importance_sampling_{name}") for name in ("mode", "clip_max", "clip_min")}
     in_trl(config, bounds, tokenizer, Rollouts(longest=7, edit=edit))
     (inputs,) = seen
     return inputs
 
 
-def weights_of_ours(settings, inputs):
+def correction(tmp_path, **fields):
+    return correction_of(DCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **fields))
+
+
+def weights_of_ours(tmp_path, inputs, **fields):
     train, infer = inputs["old_per_token_logps"], inputs["sampling_per_token_logps"]
-    tokens = SampledTokens.of(train, infer, inputs["completion_mask"], inputs["advantages"])
-    return correction_of(settings)(tokens)
+    return correction(tmp_path, **fields)(
+        SampledTokens.of(train, infer, inputs["completion_mask"], inputs["advantages"])
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
@@ -80,7 +72,7 @@ def test_each_pair_gives_every_token_the_same_weight(tmp_path, tokenizer, seen_b
     inputs = weights_of_trl(tmp_path, tokenizer, seen_by_the_loss, before, near_the_model)
     mask = inputs["completion_mask"].bool()
     theirs = inputs["importance_sampling_ratio"].expand_as(mask)[mask]
-    ours = weights_of_ours(DCGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **after), inputs)[mask]
+    ours = weights_of_ours(tmp_path, inputs, **after)[mask]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
     # The bounds are met by some and not by others.
     assert 0.02 < (ours == ours.max()).float().mean() < 1 or (ours == 0).any()
@@ -96,10 +88,8 @@ def test_no_number_and_minus_infinity(tmp_path, tokenizer, seen_by_the_loss):
 
     fields = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
     inputs = weights_of_trl(tmp_path, tokenizer, seen_by_the_loss, fields, unscored)
-    settings = DCGRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, constraint="none", rollout_correction="token_truncate"
-    )
-    ours, theirs = weights_of_ours(settings, inputs), inputs["importance_sampling_ratio"]
+    ours = weights_of_ours(tmp_path, inputs, constraint="none", rollout_correction="token_truncate")
+    theirs = inputs["importance_sampling_ratio"]
     infer, mask = inputs["sampling_per_token_logps"], inputs["completion_mask"].bool()
     (nan_row, nan_at), (infinite_row, infinite_at) = (
         kind.logical_and(mask).nonzero()[0].tolist() for kind in (infer.isnan(), infer.isinf())
@@ -107,12 +97,6 @@ def test_no_number_and_minus_infinity(tmp_path, tokenizer, seen_by_the_loss):
     assert ours[nan_row, nan_at] == theirs[nan_row, nan_at] == 1
     assert theirs[infinite_row, infinite_at] == 2
     assert ours[infinite_row, infinite_at] == 1
-
-
-# --- the names on the page
-
-
-NAMED = ("rollout_correction", "constraint_form")  # fields whose values are names of functions
 
 
 # --- verl's rules, by hand
@@ -129,9 +113,9 @@ def test_a_preset_of_two_is_the_product_of_verls_weight_and_mask(tmp_path, level
         product = math.prod(row)
         kept = 0.999 <= math.sqrt(product) <= 1.001
         expected.append([kept * min(ratio if level == "token" else product, 2.0) for ratio in row])
-    settings = DCGRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, rollout_correction=value
-    )
     train = torch.tensor(ratios, dtype=torch.float64).log()
     tokens = SampledTokens(train, torch.zeros_like(train), torch.ones_like(train).bool(), torch.ones(len(ratios)))
-    torch.testing.assert_close(correction_of(settings)(tokens), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(
+        correction(tmp_path, use_vllm=True, rollout_correction=value)(tokens),
+        torch.tensor(expected, dtype=torch.float64),
+    )

@@ -1,6 +1,5 @@
 """The README's commands and code, and those of the tour that goes on from it, as they stand there."""
 
-import json
 import os
 import re
 import shlex
@@ -9,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from .helpers import ROOT, succeed
+from .helpers import ROOT, code_blocks, look_like_root, read_json, succeed, takes_minutes
 from .vllm_server import requires_vllm, wait_until_gone
 
 
@@ -19,16 +18,11 @@ BOTH = README + (ROOT / "docs" / "tour.md").read_text()
 SMALL = shlex.split("--eval_size 8 --per_device_eval_batch_size 8 --per_device_train_batch_size 8 --save_steps 1")
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", BOTH, re.DOTALL | re.MULTILINE)
-
-
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     """A directory that looks like the project's root, with what a reader would bring."""
     folder = tmp_path_factory.mktemp("readme")
-    for name in ("configs", "dc_trl", "scripts"):
-        (folder / name).symlink_to(ROOT / name)
+    look_like_root(folder)
     rows = [f'{{"question": "What is {n} + {n}?", "answer": "It is twice {n}.\\n#### {2 * n}"}}' for n in range(40)]
     (folder / "problems.jsonl").write_text("\n".join(rows))
     (folder / "my_rewards.py").write_text(
@@ -40,7 +34,7 @@ def workplace(tmp_path_factory):
 # Each in a block of its own.
 COMMANDS = [
     shlex.split(block.replace("\\\n", " "))
-    for block in blocks("bash")
+    for block in code_blocks(BOTH, "bash")
     if re.search(r"accelerate launch|dc-trl train", block)
 ]
 OUTPUTS = {"model.safetensors", "run.png", "history.jsonl", "summary.json", "deployment"}
@@ -48,7 +42,9 @@ OUTPUTS = {"model.safetensors", "run.png", "history.jsonl", "summary.json", "dep
 
 def the_command(name):
     """The one command of both that is this sub-command, or its script."""
-    blocks_of = (shlex.split(block.replace("\\\n", " ")) for block in blocks("bash") if f"dc-trl {name}" in block)
+    blocks_of = (
+        shlex.split(block.replace("\\\n", " ")) for block in code_blocks(BOTH, "bash") if f"dc-trl {name}" in block
+    )
     (command,) = blocks_of
     return command
 
@@ -65,23 +61,21 @@ def run(command, folder):
     return succeed(command, cwd=folder, env=environment, timeout=1200).stdout
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@takes_minutes
 def test_commands(workplace):
     assert len(COMMANDS) == 6
     for number, command in enumerate(command for command in COMMANDS if not needs_vllm(command)):
         steps = ["--max_steps", str(number + 1)]  # the second continues the first
         assert "training seconds" in run([*command, *SMALL, *steps], workplace)
     for name in ("quickstart", "problems", "brevity", "two-processes"):
-        assert {file.name for file in (workplace / "runs" / name).iterdir()} >= OUTPUTS
+        assert {*os.listdir(workplace / "runs" / name)} >= OUTPUTS
     run(the_command("report"), workplace)
     page = (workplace / "runs" / "report.html").read_text()
     assert "quickstart" in page
     assert page.count("<figure") > 3
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@takes_minutes
 @requires_vllm
 def test_the_command_that_starts_a_vllm_server(workplace):
     (command,) = filter(needs_vllm, COMMANDS)
@@ -89,24 +83,22 @@ def test_the_command_that_starts_a_vllm_server(workplace):
     assert "vLLM is up at http://127.0.0.1:" in output
     assert "training seconds" in output
     folder = workplace / "runs" / "quickstart-vllm"
-    assert {file.name for file in folder.iterdir()} >= OUTPUTS
-    assert "quantization_config" in json.loads((folder / "deployment" / "config.json").read_text())
+    assert {*os.listdir(folder)} >= OUTPUTS
+    assert "quantization_config" in read_json(folder / "deployment" / "config.json")
     # Its processes begin in its directory, and others may serve beside this test.
     wait_until_gone([one for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(workplace)], timeout=20)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@takes_minutes
 @requires_vllm
 def test_the_evaluation(workplace):
     output = run([*the_command("evaluate"), "--limit", "32"], workplace)
     assert "arithmetic avg@4" in output
     assert "second is" in output
-    assert {path.name for path in (workplace / "runs" / "evaluation").iterdir()} == {"bf16", "fp8"}
+    assert {*os.listdir(workplace / "runs" / "evaluation")} == {"bf16", "fp8"}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@takes_minutes
 @requires_vllm
 def test_the_calibration(workplace):
     output = run([*the_command("calibrate"), "--prompts", "16", "--samples", "2"], workplace)
@@ -119,7 +111,7 @@ def test_the_calibration(workplace):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not (ROOT / "runs" / "real_model").exists(), reason="make real-model makes the model")
 def test_code(workplace):
-    (example,) = blocks("python")
+    (example,) = code_blocks(BOTH, "python")
     assert "HuggingFaceTB/SmolLM2-135M-Instruct" in example
     example = example.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(ROOT / "runs" / "real_model"))
     assert "discrepancy/mean" in run([sys.executable, "-c", example], workplace)

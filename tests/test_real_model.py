@@ -18,8 +18,8 @@ from dc_trl.command.arguments import RunArguments
 from dc_trl.command.build import build_trainer
 from dc_trl.sampling.replica import Replica
 
-from .helpers import ROOT, floor_and_format, logged, succeed, tensors_in
-from .vllm_server import Serve, requires_vllm
+from .helpers import ROOT, floor_and_format, logged, read_json, succeed, tensors_in
+from .vllm_server import requires_vllm, serving
 
 
 MODEL = ROOT / "runs" / "real_model"
@@ -112,7 +112,7 @@ def test_its_command_trains_exports_and_measures_before_and_after(tmp_path):
     history = map(json.loads, (tmp_path / "run" / "history.jsonl").read_text().splitlines())
     (step,) = (row for row in history if "loss" in row)
     assert 0.01 < step["discrepancy/mean"] < 0.08
-    config = json.loads((tmp_path / "run" / "deployment" / "config.json").read_text())
+    config = read_json(tmp_path / "run" / "deployment" / "config.json")
     assert config["quantization_config"]["format"] == "float-quantized"
 
 
@@ -138,8 +138,7 @@ def test_nothing_is_left_of_the_replicas_mismatch_and_the_export_is_the_replica(
 @pytest.mark.timeout(900)
 @requires_vllm
 def test_a_server_samples_answers_and_follows(policy, tmp_path):
-    server = Serve(tmp_path, "--scheme", "fp8", "--max_model_len", "256", model=str(MODEL))
-    try:
+    with serving(tmp_path, "--scheme", "fp8", "--max_model_len", "256", model=str(MODEL)) as server:
         fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url()}
         trainer = run(tmp_path, **fields, vllm_max_model_length=256)
         assert all(0.01 < value < 0.08 for value in logged(trainer, "discrepancy/mean"))
@@ -160,5 +159,3 @@ def test_a_server_samples_answers_and_follows(policy, tmp_path):
         with torch.no_grad():
             own = policy(ids).logits[0, :-1].float().softmax(-1).gather(-1, ids[0, 1:, None])[-len(served) :, 0]
         assert (served.exp() - own).abs().mean() < 0.15
-    finally:
-        server.end()

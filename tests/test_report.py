@@ -14,7 +14,7 @@ from dc_trl.records.runs import Run, read_history, read_run
 from dc_trl.report.panels import panels_of, plot_run
 from dc_trl.report.run_report import write_report
 
-from .helpers import Rollouts, make_config, make_trainer, succeed
+from .helpers import Rollouts, make_config, make_trainer, read_json, refuses, succeed, write_rows
 from .html_reader import Reader, require_self_contained
 
 
@@ -43,7 +43,7 @@ def make_rows(steps=4, **metrics):
 def make_run(folder, rows=None, settings=None, summary=None):
     folder.mkdir(parents=True)
     rows = make_rows() if rows is None else rows
-    (folder / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "history.jsonl", rows)
     for name, value in (("settings.json", settings), ("summary.json", summary)):
         if value is not None:
             (folder / name).write_text(json.dumps(value))
@@ -69,6 +69,10 @@ def read_report(path):
     images = reader.all("img")
     assert all(image["alt"].strip() for image in images)
     return reader
+
+
+def report_of(run):
+    return read_report(write_report(run, run.parent / "report.html"))
 
 
 def row_of(reader, name):
@@ -119,7 +123,7 @@ def test_a_killed_run_is_reported_as_far_as_it_came(tmp_path):
     run = make_run(tmp_path / "run", settings=SETTINGS)
     with open(run / "history.jsonl", "a") as file:
         file.write('{"step": 5, "reward": 0.9')
-    reader = read_report(write_report(run, tmp_path / "report.html"))
+    reader = report_of(run)
     assert row_of(reader, "state") == ["going on, or stopped"]
     assert row_of(reader, "optimizer steps") == ["4"]
     assert row_of(reader, "discrepancy δ̄") == ["0.001", "0.004"]
@@ -128,14 +132,14 @@ def test_a_killed_run_is_reported_as_far_as_it_came(tmp_path):
 def test_a_history_alone_is_enough(tmp_path):
     ends = [{"step": 3, "collapse/reward": 0.1}, {"step": 3, "train_runtime": 12.3}]
     run = make_run(tmp_path / "run", rows=[*make_rows(3), *ends])
-    reader = read_report(write_report(run, tmp_path / "report.html"))
+    reader = report_of(run)
     assert row_of(reader, "state") == ["finished"]
     assert row_of(reader, "collapse alarms") == ["reward at step 3"]
     assert row_of(reader, "training seconds") == ["12"]
     assert row_of(reader, "multiplier λ") == ["0.101", "0.103"]
     with open(run / "history.jsonl", "a") as file:
         file.write('{"step": 4, "reward": 0.9}\n')  # it was resumed with more steps
-    assert row_of(read_report(write_report(run, tmp_path / "report.html")), "state") == ["going on, or stopped"]
+    assert row_of(report_of(run), "state") == ["going on, or stopped"]
     assert "Settings" not in reader.texts["h2"]
 
 
@@ -143,7 +147,7 @@ def test_values_that_are_not_finite_are_not_drawn(tmp_path):
     values = {1: 0.1, 2: math.nan, 3: math.inf, 4: None, 5: int("9" * 400)}  # the last is too large to draw
     run = make_run(tmp_path / "run", rows=make_rows(5, reward=values.get, grad_norm=math.nan))
     assert read_run(run).series("reward") == ([1], [0.1])
-    reader = read_report(write_report(run, tmp_path / "report.html"))
+    reader = report_of(run)
     assert not any("gradient" in text for text in reader.texts["figcaption"])  # nothing of it can be drawn
 
 
@@ -152,7 +156,7 @@ def test_benchmarks_have_panels_and_rows_of_their_own(tmp_path):
     for step, value in ((0, 0.25), (2, 0.5)):
         rows.append({"step": step, "eval_math/500 ü/avg@4": value, "eval_math/500 ü/avg@4_se": 0.02})
     run = make_run(tmp_path / "run", rows=rows)
-    reader = read_report(write_report(run, tmp_path / "report.html"))
+    reader = report_of(run)
     assert any(image["alt"].startswith("math/500 ü avg@4 over") for image in reader.all("img"))
     assert row_of(reader, "math/500 ü avg@4") == ["0.250 ± 0.020", "0.500 ± 0.020"]
 
@@ -224,16 +228,16 @@ def test_text_of_any_kind_stays_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("prepare", "message"),
+    ("prepare", "words"),
     [
-        (lambda folder: folder.mkdir(), "has no history.jsonl: give the output_dir"),
-        (lambda folder: make_run(folder, rows=[]), "history.jsonl is empty: wait until"),
-        (lambda folder: (make_run(folder) / "settings.json").write_bytes(b"\xff"), "settings.json is not a text"),
+        (lambda folder: folder.mkdir(), ["history.jsonl", "output_dir"]),
+        (lambda folder: make_run(folder, rows=[]), ["history.jsonl", "logging_steps"]),
+        (lambda folder: (make_run(folder) / "settings.json").write_bytes(b"\xff"), ["settings.json", "UTF-8"]),
     ],
 )
-def test_what_is_no_run_is_refused_before_anything_is_written(tmp_path, prepare, message):
+def test_what_is_no_run_is_refused_before_anything_is_written(tmp_path, prepare, words):
     prepare(tmp_path / "run")
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError, *words):
         write_report(tmp_path / "run", tmp_path / "new" / "report.html")
     assert not (tmp_path / "new").exists()
 
@@ -246,7 +250,7 @@ def test_without_an_output_the_page_is_in_the_run(tmp_path, capsys):
     assert str(run / "report.html") in capsys.readouterr().out
     report_command.main([str(run), "--output", str(tmp_path / "page.html"), "--title", "Mine"])
     assert read_report(tmp_path / "page.html").texts["h1"] == ["Mine"]
-    with pytest.raises(SystemExit, match=r"error: .*none"):
+    with refuses(SystemExit, "error:", "none"):
         report_command.main([str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()
 
@@ -278,7 +282,7 @@ def test_a_trainer_leaves_what_a_report_needs_and_no_secret(tmp_path):
     for path in run.rglob("*"):
         if path.is_file():
             assert SECRET.encode() not in path.read_bytes(), path
-    settings = json.loads((run / "settings.json").read_text())
+    settings = read_json(run / "settings.json")
     assert "hub_token" not in settings
     assert settings["dataset_name"] == "mine"
     assert settings["lambda_init"] == 0.25
@@ -286,17 +290,11 @@ def test_a_trainer_leaves_what_a_report_needs_and_no_secret(tmp_path):
     assert "dual_window" not in settings  # left alone
     assert settings["peft"]["default"]["r"] == 3
     assert settings["peft"]["default"]["target_modules"] == ["q_proj", "v_proj"]
-    reader = read_report(write_report(run, tmp_path / "report.html"))
+    reader = report_of(run)
     assert row_of(reader, "lambda_init") == ["0.25"]
     history = read_history(run / "history.jsonl")
     assert row_of(reader, "tolerance ε") == ["0.0037"]
     assert row_of(reader, "multiplier λ")[0] == f"{history[0]['lagrangian/lambda']:.4g}"
-
-    # A second run in the same directory begins its own files and keeps the first one's.
-    make_trainer(run, max_steps=1, **options).train()
-    assert json.loads((run / "settings.1.json").read_text()) == settings
-    assert read_history(run / "history.1.jsonl") == history
-    assert json.loads((run / "settings.json").read_text())["max_steps"] == 1
 
 
 def test_settings_are_json_without_secrets(tmp_path):

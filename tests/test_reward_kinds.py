@@ -32,7 +32,7 @@ def test_functions_that_wait_abstain_or_are_models_are_summed_by_their_weights(t
         )
         return values
 
-    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8, "num_generations_eval": 2}
+    evaluated = {"eval_steps": 2, "per_device_eval_batch_size": 8, "num_generations_eval": 2}
     evaluated["eval_dataset"] = {"easy": make_prompts(4), "hard": make_prompts(8).select(range(4, 8))}
     weighted = {"reward_weights": [0.5, 1.0, 2.0], "reward_processing_classes": [None, None, make_tokenizer()]}
     rewards = [waits, abstains, model]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from .helpers import ROOT
+from .helpers import ROOT, read_json, read_rows
 
 
 # Several processes, each of which takes half a minute of an idle machine, and minutes of a busy one.
@@ -36,7 +36,7 @@ def finished(*runs):
     """The logs of runs that come to their end."""
     done = worker(*runs)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(Path(run["output_dir"], "logs.json").read_text()) for run in runs]
+    return [read_json(Path(run["output_dir"], "logs.json")) for run in runs]
 
 
 def compared(rows):
@@ -53,7 +53,7 @@ class Runs(NamedTuple):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """By the names of `STEPS`. Only a kill needs a process of its own."""
-    fields = {"max_steps": 9, "save_strategy": "steps", "save_steps": 3, "deployment_scheme": "fp8", "dual_window": 3}
+    fields = {"max_steps": 9, "save_steps": 3, "deployment_scheme": "fp8", "dual_window": 3}
     fields |= {"lambda_lr": 5.0, "lr_scheduler_type": "linear"}
     folders = {name: tmp_path_factory.mktemp("runs") for name in STEPS}
 
@@ -83,7 +83,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(runs, steps):
     assert resumed["lambda"] == whole["lambda"]
     assert len({row["lagrangian/lambda"] for row in whole["rows"] if "lagrangian/lambda" in row}) > 1
     # The history file is continued, not doubled: steps 4 to 6 of the killed run were made again.
-    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    history = read_rows(folder / "history.jsonl")
     assert [row["step"] for row in history if "loss" in row] == list(range(1, 10))
     assert compared(history) == compared(whole["rows"])
     assert (folder / "run.png").stat().st_size > 10_000

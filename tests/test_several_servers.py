@@ -6,14 +6,13 @@ from threading import Thread
 import httpx
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from dc_trl.serving.server import VLLMServer
 
 from . import helpers
 from .gaps import PROMPTS, mean_gap
-from .helpers import TINY_MODEL, assert_finite, at_server, distinct_characters, logged
+from .helpers import TINY_MODEL, assert_finite, at_server, distinct_characters, logged, tiny_model
 from .stub_server import Router, stub_server
 from .vllm_server import complete, requires_vllm, wait_until_gone
 
@@ -42,7 +41,7 @@ def make_trainer(servers, output_dir, reward=None, **options):
     fields = at_server(None) | {"vllm_server_base_urls": [server.url for server in servers]}
     fields |= {"vllm_server_timeout": 120.0, "vllm_request_timeout": 120.0, "max_completion_length": 100}
     fields |= {"generation_kwargs": {"ignore_eos": True}, "learning_rate": 3e-3, "per_device_train_batch_size": 16}
-    policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    policy = tiny_model()
     return helpers.make_trainer(output_dir, policy, reward, **fields | options)
 
 
@@ -93,7 +92,7 @@ def kill_in_next_rollout(trainer, number, server):
 
 def test_a_run_loses_a_server_in_a_rollout_and_takes_it_up_again(servers, tmp_path, caplog):
     trainer = make_trainer(servers, tmp_path, max_steps=6)
-    untrained = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    untrained = tiny_model()
     gone = []
 
     def restart():
@@ -119,7 +118,7 @@ def test_a_run_loses_a_server_in_a_rollout_and_takes_it_up_again(servers, tmp_pa
     # 4 prompts a batch, of the same expected length: two for each, and all for the one that is left.
     assert watch.answered == [[2, 2], [4, 4], [8, 4], [12, 4], [14, 6], [16, 8]]
     assert logged(trainer, "completions/mean_length") == [100] * 6
-    assert f"vLLM at {servers[1].url} gets no prompts until it holds the weights again" in caplog.text
+    assert f"{servers[1].url} gets no prompts" in caplog.text
     assert f"vLLM at {servers[1].url} is back" in caplog.text
     # Both hold what was trained; with the weights that the restarted one was started with, batches would be far off.
     for server in servers:
@@ -147,6 +146,6 @@ def test_a_router_before_them_gives_the_same_completions(servers, tmp_path, capl
             trainer.train()
             runs.append(seen)
     assert runs[0] == runs[1]
-    assert "lost or changed its weights" in caplog.text
+    assert f"{servers[1].url} lost" in caplog.text
     assert len(router.sessions) == 16  # with the second rollout again
     assert {version_of(server) for server in servers} == {trainer.vllm_generation.weight_version}

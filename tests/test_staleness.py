@@ -1,6 +1,5 @@
 """Weights that lag: when new ones go to the engine, what an evaluation sees, what a checkpoint keeps."""
 
-import json
 import math
 import shutil
 
@@ -19,7 +18,7 @@ from dc_trl.sampling.replica import Replica
 from dc_trl.sampling.schedule import SyncSchedule
 
 from . import helpers
-from .helpers import Rollouts, logged, make_prompts, untimed_rows
+from .helpers import On, Rollouts, corrected_tokens, logged, make_prompts, read_json, untimed_rows
 
 
 SCHEME = "fp8"
@@ -122,24 +121,20 @@ def test_a_second_training_begins_with_present_weights(tmp_path):
 # --- evaluation and checkpoints --------------------------------------------------------------------------------------
 
 
-class Greedy(TrainerCallback):
+def measure(trainer):
     """Measures the present policy after every step, without a random number."""
-
-    trainer: DCGRPOTrainer
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.deployed_completion_ids([[20, 21, 22]])
+    trainer.add_callback(On("on_step_end", lambda state, **_: trainer.deployed_completion_ids([[20, 21, 22]])))
 
 
 def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_own(tmp_path):
     plain = make_trainer(tmp_path / "plain")
     plain.train()
-    greedy = Greedy()
-    greedy.trainer = make_trainer(tmp_path / "measured", greedy)
-    greedy.trainer.train()
-    assert untimed_rows(greedy.trainer) == untimed_rows(plain)
+    measured = make_trainer(tmp_path / "measured")
+    measure(measured)
+    measured.train()
+    assert untimed_rows(measured) == untimed_rows(plain)
 
-    sampling = {"eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 1, "per_device_eval_batch_size": 2}
+    sampling = {"eval_steps": 3, "num_generations_eval": 1, "per_device_eval_batch_size": 2}
     weights = watched(tmp_path / "evaluated", **sampling)
     assert set(weights.evaluated) == {3, 6, 9, 10}
     for step in (3, 6, 9):
@@ -148,19 +143,15 @@ def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_ow
 
 
 def ages_of_corrected(trainer, **options):
-    """Train, and return the age of each micro-batch that the correction has seen."""
-    found, correction = [], trainer.constraint.correction
-    trainer.constraint.correction = lambda tokens: (found.append(tokens.age), correction(tokens))[1]
-    trainer.train(**options)
-    return found
+    return [tokens.age for tokens in corrected_tokens(trainer, **options)]
 
 
 @pytest.mark.parametrize("batches", [{}, {"steps_per_generation": 2, "gradient_accumulation_steps": 1}])
 def test_the_correction_gets_the_age_of_each_batch(tmp_path, batches):
     """With two steps a batch, the batch is corrected as it is sampled, for both."""
     options = {"constraint": "none", "rollout_correction": "ppo_clip", "max_steps": 6, **batches}
-    sampling = {"eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 1, "per_device_eval_batch_size": 2}
-    options |= sampling | {"save_strategy": "steps", "save_steps": 1}
+    sampling = {"eval_steps": 3, "num_generations_eval": 1, "per_device_eval_batch_size": 2}
+    options |= sampling | {"save_steps": 1}
     whole = make_trainer(tmp_path, **options)
     training = ages_of_corrected(whole)
     resumed = make_trainer(tmp_path / "resumed", **options)
@@ -174,12 +165,12 @@ def test_the_correction_gets_the_age_of_each_batch(tmp_path, batches):
 @pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.long) for step in (4, 6))])
 def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_path, step):
     """Bit for bit; also where the engine held the weights of an evaluation when the run was saved."""
-    options = {"save_strategy": "steps", "save_steps": 1, "lambda_lr": 0.5}
-    greedy = Greedy()
-    greedy.trainer = whole = make_trainer(tmp_path, greedy, **options)
+    options = {"save_steps": 1, "lambda_lr": 0.5}
+    whole = make_trainer(tmp_path, **options)
+    measure(whole)
     whole.train()
     checkpoint = tmp_path / f"checkpoint-{step}"
-    kept = json.loads((checkpoint / "dc_grpo_state.json").read_text())["weight_sync"]["kept"]
+    kept = read_json(checkpoint / "dc_grpo_state.json")["weight_sync"]["kept"]
     assert kept == (checkpoint / "sampler").exists()
     assert kept == (step % 4 != 0)  # where new ones are due, the checkpoint's own will do
     resumed = make_trainer(tmp_path / "resumed", **options)
@@ -192,7 +183,7 @@ def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_p
 
 
 def test_a_checkpoint_without_the_weights_that_sample_is_not_whole(tmp_path):
-    make_trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    make_trainer(tmp_path, save_steps=2, max_steps=2).train()
     checkpoint = tmp_path / "checkpoint-2"
     assert checkpoint_defect(checkpoint) is None
     weights = checkpoint / "sampler" / "model.safetensors"
@@ -300,5 +291,5 @@ def test_a_tall_model_is_judged_by_the_lag_alone(tmp_path, caplog, learning_rate
     )
     trainer.train()
     assert logged(trainer, "discrepancy/k3_kl")[0] > 10 * FAR
-    found = [text for text in caplog.messages if "See docs/which_one.md" in text]
+    found = [text for text in caplog.messages if "docs/which_one.md" in text]
     assert [f"discrepancy/{warned}=" in text for text in found] == [True] * (warned is not None)

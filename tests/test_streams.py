@@ -3,14 +3,13 @@
 from collections import Counter
 
 import pytest
-import torch
 from datasets import DatasetDict, IterableDataset, IterableDatasetDict
 
 from dc_trl import HistoryCallback
 from dc_trl.callbacks.before_and_after import BeforeAndAfter
 
 from . import helpers
-from .helpers import distinct_characters, logged, make_prompts
+from .helpers import assert_same_weights, distinct_characters, logged, make_prompts
 
 
 def stream(count: int) -> IterableDataset:
@@ -49,7 +48,7 @@ HELD_OUT = {
 def test_held_out_problems_of_every_kind_are_evaluated_whole(tmp_path, kind):
     held_out = HELD_OUT[kind]()
     sets = held_out if isinstance(held_out, dict) else {"": held_out}
-    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "per_device_eval_batch_size": 4}
+    evaluated = {"eval_steps": 2, "eval_on_start": True, "per_device_eval_batch_size": 4}
     trainer, asked = make_trainer(tmp_path, make_prompts(), held_out, max_steps=2, disable_tqdm=False, **evaluated)
     trainer.train()
     for name in sets:
@@ -80,7 +79,7 @@ def test_a_stream_is_evaluated_as_a_set_of_the_same_rows_is(tmp_path):
 @pytest.mark.parametrize("rows", [make_prompts, stream])
 def test_a_run_resumed_after_its_first_epoch_goes_on_with_the_prompts_that_would_have_come(tmp_path, rows):
     """An epoch of three problems, or of one pair of them, ends with a checkpoint, and one lies within the next."""
-    fields = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1}
+    fields = {"max_steps": 5, "save_steps": 1}
     whole, asked = make_trainer(tmp_path, rows(3), **fields)
     whole.train()
     for step in (3, 4):
@@ -88,13 +87,12 @@ def test_a_run_resumed_after_its_first_epoch_goes_on_with_the_prompts_that_would
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert resumed.state.global_step == 5
         assert again.batches == asked.batches[len(asked.batches) - len(again.batches) :]
-        for name, parameter in resumed.model.named_parameters():
-            assert torch.equal(parameter, whole.model.get_parameter(name)), (step, name)
+        assert_same_weights(resumed.model, whole.model)
 
 
 def test_a_run_on_a_stream_that_is_longer_now_goes_on_in_it(tmp_path):
     """`max_steps`, by which transformers counts epochs of a stream, may be another one."""
-    fields = {"save_strategy": "steps", "save_steps": 3, "shuffle_dataset": False}
+    fields = {"save_steps": 3, "shuffle_dataset": False}
     first, _ = make_trainer(tmp_path, stream(16), max_steps=3, **fields)
     first.train()
     longer, asked = make_trainer(tmp_path, stream(16), max_steps=6, **fields)

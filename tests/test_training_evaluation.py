@@ -4,17 +4,21 @@ import json
 import statistics
 
 import pytest
-import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 from dc_trl.callbacks.greedy import greedy_rewards
 
-from .helpers import TINY_MODEL, TWO_PROCESSES, distinct_characters, logged, make_prompts, make_trainer, succeed
-
-
-def tiny_model():
-    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+from .helpers import (
+    TWO_PROCESSES,
+    distinct_characters,
+    logged,
+    make_prompts,
+    make_trainer,
+    read_json,
+    succeed,
+    takes_minutes,
+    tiny_model,
+)
 
 
 def tiny_trainer(output_dir, reward=None, **overrides):
@@ -22,8 +26,7 @@ def tiny_trainer(output_dir, reward=None, **overrides):
     return make_trainer(output_dir, tiny_model(), reward, **options)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@takes_minutes
 def test_two_processes_evaluate_as_one(tmp_path):
     """Eleven problems in batches of four: the last batch of the second process has one that counts."""
     trainer = tiny_trainer(tmp_path / "one", distinct_characters)
@@ -32,7 +35,7 @@ def test_two_processes_evaluate_as_one(tmp_path):
     options |= {"per_device_train_batch_size": 2, "deployment_scheme": "fp8", "max_completion_length": 48}
     succeed([*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)])
     assert len(expected) == 11
-    assert sorted(json.loads((tmp_path / "two" / "greedy.json").read_text())) == pytest.approx(sorted(expected))
+    assert sorted(read_json(tmp_path / "two" / "greedy.json")) == pytest.approx(sorted(expected))
 
 
 def with_columns(count=6):
@@ -84,7 +87,7 @@ def test_several_evaluation_sets_keep_their_own_metrics(tmp_path):
         "short": Dataset.from_dict({"prompt": ["1", "22"]}),
         "long": Dataset.from_dict({"prompt": ["4444", "55555", "666666"]}),
     }
-    options = {"deployment_scheme": "fp8", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    options = {"deployment_scheme": "fp8", "eval_steps": 1, "max_steps": 1}
     trainer = make_trainer(tmp_path, None, prompt_length, eval_dataset=sets, **options)
     trainer.train()
     for name, rows in sets.items():

@@ -62,7 +62,8 @@ def test_what_keeps_a_run_from_learning_is_said():
     assert ("Nothing was learned" in lines[0], serve) == (True, False)
     assert "max_completion_length" not in " ".join(lines)
     lines, _ = verdict_of(run_of(noisy(0.2, 0.8), **{"completions/clipped_ratio": 0.75}))
-    assert "75% of the last completions were cut off at max_completion_length" in lines[1]
+    assert "75%" in lines[1]
+    assert "max_completion_length" in lines[1]
     assert verdict_of(Run("run", [{"step": 0, "train_runtime": 1.0}])) == (
         ["No optimizer step was made: nothing was trained."],
         False,
@@ -126,7 +127,7 @@ def test_a_run_ends_with_its_verdict_and_its_report_begins_with_it(tmp_path, cap
         ([[0.0, 1.0, 0.0, 0.0]], 0.0, []),
         ([[0.0, 0.0, 1.0, 1.0]], 0.0, ["one reward"]),
         ([[0.0] * 4], 0.0, ["the reward 0,"]),
-        ([[0.0] * 4], 1.0, ["100% of the completions were cut off at max_completion_length=8", "reward 0,"]),
+        ([[0.0] * 4], 1.0, ["100%", "max_completion_length=8", "reward 0,"]),
         ([[math.nan] * 4], 0.0, ["all returned None"]),
         ([[1.0, math.nan, math.nan, 1.0]], 0.0, ["the reward 1,"]),
         # Normalised one by one, functions whose sum does not spread teach all the same.

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from dc_trl import DeploymentCheckpointCallback
 from dc_trl.calibration.served import compare_hashes
@@ -23,7 +22,7 @@ from dc_trl.sampling.replica import Replica
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.version import __version__
 
-from .helpers import TINY_MODEL, make_model, make_tokenizer, make_trainer
+from .helpers import make_model, make_tokenizer, make_trainer, read_json, tiny_model
 from .stub_server import stub_server
 from .vllm_server import requires_vllm
 
@@ -41,13 +40,11 @@ def digests_by_hand(file):
 
 
 def test_every_deployment_of_a_run_says_what_it_is(tmp_path):
-    trainer = make_trainer(
-        tmp_path, deployment_scheme="fp8", export_run=True, save_strategy="steps", save_steps=2, max_steps=3
-    )
+    trainer = make_trainer(tmp_path, deployment_scheme="fp8", export_run=True, save_steps=2, max_steps=3)
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
     trainer.train()
     for folder, steps in (tmp_path / "deployment", 3), (tmp_path / "checkpoint-2" / "deployment", 2):
-        contract = json.loads((folder / "dc_trl.json").read_text())
+        contract = read_json(folder / "dc_trl.json")
         assert contract["sha256"] == digests_by_hand(folder / "model.safetensors")
         said = [contract[name] for name in ("scheme", "engine", "engine_version", "kv_cache_dtype", "step")]
         assert said == ["fp8", "replica", __version__, "bfloat16", steps]
@@ -134,16 +131,16 @@ def test_versions_are_counted_for_a_server_without_them_until_it_is_restarted(ca
 
 def test_what_cannot_be_asked_is_not_told_apart_from_a_difference(tmp_path, capsys):
     folder = deploy(make_model(), "bf16", tmp_path / "deployment")
-    assert verify.main(["http://127.0.0.1:9", str(folder)]) == 2  # the port of "discard", where nothing listens
-    assert "http://127.0.0.1:9" in capsys.readouterr().err
-    assert verify.main(["http://127.0.0.1:9", str(tmp_path)]) == 2
-    assert "dc_trl.json" in capsys.readouterr().err
+    nobody = "http://127.0.0.1:9"  # the port of "discard", where nothing listens
+    for place, named in ((folder, nobody), (tmp_path, "dc_trl.json")):
+        assert verify.main([nobody, str(place)]) == 2
+        assert named in capsys.readouterr().err
 
 
 @requires_vllm
 def test_a_server_is_told_from_one_with_other_weights(fp8_server, tmp_path, capsys):
     client = ServerClient(fp8_server.url)
-    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    model = tiny_model()
     own = deploy(model, "fp8", tmp_path / "own")
     client.hold(Weights("own", own), reload=True)
     assert verify.main([fp8_server.url, str(own)]) == 0

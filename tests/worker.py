@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.greedy import greedy_rewards
 
 from .gaps import PROMPTS, SampledBy
-from .helpers import TINY_MODEL, make_model, make_prompts, make_trainer
+from .helpers import make_model, make_prompts, make_trainer, tiny_model
 
 
 class Kill(TrainerCallback):
@@ -47,7 +47,7 @@ def train(options: dict[str, Any]) -> DCGRPOTrainer:
     kill_at, kill_in_save = options.pop("kill_at", None), options.pop("kill_in_save", None)
     benchmark = options.pop("benchmark", None)
     if benchmark is not None:
-        options |= {"eval_strategy": "steps", "eval_steps": options["max_steps"]}
+        options |= {"eval_steps": options["max_steps"]}
     server, colocate = options.pop("server", None), options.pop("colocate", None)
     if server is not None:
         options = {"deployment_scheme": "fp8"} | options | {"vllm_mode": "server", "vllm_server_base_url": server}
@@ -55,7 +55,7 @@ def train(options: dict[str, Any]) -> DCGRPOTrainer:
         options |= {"vllm_mode": "colocate", "vllm_max_model_length": 64, "deployment_scheme": colocate}
     options["use_vllm"] = bool(server or colocate)
     tiny = options["use_vllm"] or benchmark is not None
-    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32) if tiny else make_model(128)
+    model = tiny_model() if tiny else make_model(128)
     options["eval_dataset"] = None if benchmark is None else make_prompts(4)
     trainer = make_trainer(model=model, kind=KilledInSave, callbacks=[HistoryCallback()], **options)
     config = trainer.args

@@ -6,8 +6,8 @@ import shutil
 import nbformat
 import pytest
 
-from .helpers import ROOT, load_script
-from .vllm_server import requires_vllm
+from tests.helpers import ROOT, load_script
+from tests.vllm_server import requires_vllm
 
 
 NEEDS_VLLM = {"calibrate_and_deploy_fp8"}

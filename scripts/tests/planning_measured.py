@@ -1,4 +1,4 @@
-"""What the plan says of memory, beside what is measured here: `python -m tests.planning_measured` prints it."""
+"""What the plan says of memory, beside what is measured: `python -m scripts.tests.planning_measured` prints it."""
 
 import sys
 import tempfile
@@ -11,8 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from dc_trl.records.tables import print_table
-
-from .helpers import ROOT, TINY_MODEL, load_script, make_prompts, make_tokenizer, make_trainer
+from tests.helpers import ROOT, load_script, make_prompts, make_tokenizer, make_trainer, tiny_model
 
 
 plan = load_script("plan")
@@ -28,10 +27,6 @@ class Row(NamedTuple):
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
-
-
-def tiny_model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
 
 
 def small_model() -> PreTrainedModel:

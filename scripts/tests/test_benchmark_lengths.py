@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from dc_trl.data.arithmetic import arithmetic_dataset
-
-from .helpers import load_script, make_tokenizer, succeed
+from tests.helpers import load_script, make_tokenizer, succeed
 
 
 @pytest.fixture

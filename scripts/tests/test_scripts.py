@@ -1,6 +1,5 @@
 """The scripts as a user runs them: what they make, what they refuse, and what they never overwrite."""
 
-import json
 import re
 import shutil
 import sys
@@ -9,8 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from dc_trl.data.arithmetic import arithmetic_problems
-
-from .helpers import ROOT, TINY_MODEL, load_script
+from tests.helpers import ROOT, TINY_MODEL, load_script, read_json, read_rows, write_rows
 
 
 @pytest.fixture
@@ -47,11 +45,6 @@ def refusal(launch, capsys=None, **options):
     return message
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_a_run_is_never_overwritten_and_can_be_continued(launch):
     output = launch(save_strategy="steps", save_steps=2)
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
@@ -61,13 +54,13 @@ def test_a_run_is_never_overwritten_and_can_be_continued(launch):
     assert before == {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
 
     launch(max_steps=4, save_strategy="steps", save_steps=2, resume_from_checkpoint="true")
-    history = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+    history = read_rows(output / "history.jsonl")
     assert [row["step"] for row in history if "loss" in row] == [1, 2, 3, 4]
-    assert json.loads((output / "summary.json").read_text())["steps"] == 4
+    assert read_json(output / "summary.json")["steps"] == 4
 
     # Nothing is left to do: the history stays as it is.
     launch(max_steps=4, save_strategy="steps", save_steps=2, resume_from_checkpoint="true")
-    again = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+    again = read_rows(output / "history.jsonl")
     assert [row["step"] for row in again if "loss" in row] == [1, 2, 3, 4]
 
 
@@ -83,11 +76,10 @@ def test_real_text_with_local_files(launch, tmp_path, capsys):
         eval_size=8,
     )
     printed = capsys.readouterr().out
-    assert "40 of 42 rows kept" in printed
-    assert "1 without a gold answer that can be parsed" in printed
-    assert "1 without prompt" in printed
-    assert "8 held out" in printed
-    history = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+    assert all(
+        words in printed for words in ("40 of 42 rows", "1 without a gold answer", "1 without prompt", "8 held out")
+    )
+    history = read_rows(output / "history.jsonl")
     trained = [row for row in history if "discrepancy/mean" in row]
     assert len(trained) == 2
     assert all(value is not None for row in trained for name, value in row.items() if name.startswith("discrepancy/"))
@@ -97,7 +89,7 @@ def test_your_own_reward_and_a_vanilla_run(launch, tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def short(completions, **kwargs):\n    return [0.5] * len(completions)\n")
     monkeypatch.syspath_prepend(tmp_path)
     output = launch(rewards="my_rewards.short", constraint="none", deployment_scheme="int8")
-    history = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+    history = read_rows(output / "history.jsonl")
     assert history[0]["reward"] == 0.5
     assert "lagrangian/lambda" not in history[0]
     assert "discrepancy/mean" in history[0]
@@ -141,7 +133,7 @@ def test_a_tokenizer_without_chat_template_trains_on_plain_prompts(launch, tmp_p
     shutil.copytree(TINY_MODEL, model)
     (model / "chat_template.jinja").unlink()
     output = launch(model_name_or_path=str(model), eval_size=8, max_steps=1)
-    summary = json.loads((output / "summary.json").read_text())
+    summary = read_json(output / "summary.json")
     assert summary["steps"] == 1
     assert "greedy" in summary["after"]
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from .helpers import succeed
-from .vllm_server import requires_vllm
+from tests.helpers import succeed
+from tests.vllm_server import requires_vllm
 
 
 @pytest.mark.long

@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from .helpers import make_tokenizer
-from .vllm_server import Serve
+from tests.helpers import make_tokenizer
+from tests.vllm_server import Serve
 
 
 torch.set_num_threads(1)
