@@ -39,17 +39,17 @@ from .constraint.constraint import Constraint
 from .files import written_beside
 from .gate import Limits, require_fit, require_runnable
 from .grading.totals import require_finite, total_rewards
-from .hub.card import CARD_FILE, complete_card, hub_dataset
-from .hub.push import HubClient, without_token
 from .parts import parts_of
 from .parts.part import Parts, Rollout, Scores
 from .quantization.policy import unwrapped
 from .records.clock import EVALUATION, OTHER, PREFIX, PartsClock
 from .records.runs import DEPLOYMENT_FOLDER
 from .records.verdict import NOT_MEASURED, first_batch
+from .run.card import CARD_FILE, complete_card, hub_dataset
 from .run.checkpoints import Checkpoints
 from .run.history import HistoryCallback
 from .run.manifest import on_main_process
+from .run.push import HubClient, without_token
 from .run.resuming import given_rates, load_saved_weights, load_trained_adapter, position_in_data
 from .run.training_run import TrainingRun
 from .sampled_tokens import SampledTokens

@@ -12,8 +12,8 @@ from geometry import budgeted_policy
 from matplotlib.figure import Figure
 from simplex import Measure, Vector
 
+from dc_trl.records.figures import ACCENT, INK, MUTED, new_figure
 from dc_trl.records.tables import markdown_table
-from dc_trl.report.figures import ACCENT, INK, MUTED, new_figure
 
 
 ACTIONS = ("high +", "high −", "medium +", "medium −", "low +", "low −")

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from dc_trl.sampling.seeded import Request, Sampling, ServerEngine
-from dc_trl.serving.answers import require_rollout
 from dc_trl.serving.client import ServerClient, Weights
+from dc_trl.serving.completions import require_rollout
 from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerAnswerError, ServerError, ServerUnavailableError
 from dc_trl.serving.several import ServerPool, meet_servers

@@ -3,7 +3,7 @@
 import pytest
 from transformers import PretrainedConfig
 
-from dc_trl.evaluation.engines import EvaluatedModel, choose_engines
+from dc_trl.evaluation.opened import EvaluatedModel, choose_engines
 from dc_trl.sampling.seeded import EngineSpec
 
 from .helpers import refuses

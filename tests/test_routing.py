@@ -22,7 +22,7 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.metrics import mismatch_metrics
 from dc_trl.parts.routing_replay import OWN_CHOICE, RoutesRecorder, RoutingReplay
 from dc_trl.sampling.replica import Replica
-from dc_trl.serving.answers import require_rollout
+from dc_trl.serving.completions import require_rollout
 from dc_trl.serving.errors import ServerError
 
 from . import helpers

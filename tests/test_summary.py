@@ -10,9 +10,9 @@ from dc_trl.callbacks.before_and_after import BeforeAndAfter
 from dc_trl.command.arguments import WatchArguments
 from dc_trl.command.build import add_callbacks
 from dc_trl.command.finish import summarize
+from dc_trl.records.outcome import outcome_table
 from dc_trl.records.runs import read_run
 from dc_trl.records.verdict import verdict_of
-from dc_trl.report.tables import outcome_table
 
 from .helpers import make_prompts, make_trainer, read_json
 

@@ -10,8 +10,8 @@ from dc_trl import HistoryCallback
 from dc_trl.callbacks.before_and_after import BeforeAndAfter
 from dc_trl.command.finish import summarize
 from dc_trl.records.clock import PREFIX, PartsClock
+from dc_trl.records.page import write_report
 from dc_trl.records.runs import read_run
-from dc_trl.report.run_report import write_report
 
 from . import helpers
 from .helpers import Rollouts, distinct_characters, logged, make_prompts

@@ -8,9 +8,9 @@ import pytest
 
 from dc_trl.callbacks.before_and_after import BeforeAndAfter
 from dc_trl.command.finish import summarize
+from dc_trl.records.page import write_report
 from dc_trl.records.runs import Run
 from dc_trl.records.verdict import first_batch, verdict_of
-from dc_trl.report.run_report import write_report
 
 from .helpers import Rollouts, distinct_characters, make_trainer
 

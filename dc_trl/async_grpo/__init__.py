@@ -1,4 +1,7 @@
-"""DC-GRPO on TRL's experimental `AsyncGRPOTrainer`, whose sampler keeps sampling while the policy trains."""
+"""DC-GRPO on TRL's experimental `AsyncGRPOTrainer`, whose sampler keeps sampling while the policy trains.
+
+It stands beside `trainer`, and nothing else imports it.
+"""
 
 from .async_config import AsyncDCGRPOConfig
 from .async_trainer import AsyncDCGRPOTrainer

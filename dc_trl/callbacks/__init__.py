@@ -1,1 +1,4 @@
-"""Callbacks: they log a run, decay its learning rate, watch for a collapse, ask benchmarks, write the summary."""
+"""Callbacks of a training: they decay its learning rate, watch for a collapse, measure and export.
+
+They read and steer a trainer; the commands and users import them.
+"""

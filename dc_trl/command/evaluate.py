@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..data.benchmarks import BENCHMARKS, parse_benchmark
 from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
-from ..evaluation.engines import EvaluatedModel, choose_engines, start_engine
+from ..evaluation.opened import EvaluatedModel, choose_engines, start_engine
 from ..evaluation.results import Evaluation, print_comparison, print_evaluations
 from ..quantization.schemes import SERVED_SCHEMES
 from ..sampling.seeded import ENGINE_HELP, Sampling

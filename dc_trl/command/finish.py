@@ -14,7 +14,6 @@ from ..callbacks.before_and_after import BeforeAndAfter
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..data.dapo import DAPO
 from ..files import write_text
-from ..hub.push import HubError, run_files
 from ..records.runs import (
     DEPLOYMENT_FOLDER,
     FIGURE_FILE,
@@ -30,6 +29,7 @@ from ..records.tables import print_table
 from ..records.verdict import verdict_of
 from ..run.interruption import RunInterrupted, StopSignals
 from ..run.manifest import checkpoints, on_main_process
+from ..run.push import HubError, run_files
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line
 from ..trainer import DCGRPOTrainer

@@ -9,7 +9,7 @@ To compare several runs, use the tracker that report_to names (trackio, W&B).
 from argparse import Namespace
 from pathlib import Path
 
-from ..report.run_report import write_report
+from ..records.page import write_report
 from ..settings.command_line import OptionParser
 from . import subcommand
 

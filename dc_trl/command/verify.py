@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from ..calibration import CalibrationSettings
 from ..calibration.served import compare_hashes
-from ..calibration.watch import look
+from ..calibration.watching import look
 from ..quantization.contract import broken_terms, read_contract, read_tensors
 from ..sampling.replica import Replica
 from ..sampling.seeded import Disclosed

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from ..calibration import CalibrationSettings
-from ..calibration.watch import Checkpoint, look, newest_checkpoint
+from ..calibration.watching import Checkpoint, look, newest_checkpoint
 from ..data.prompts import tokenize
 from ..files import append_text
 from ..sampling.seeded import Disclosed

@@ -1,1 +1,4 @@
-"""The constraint: the discrepancy, its multiplier and the advantages, as functions without TRL and vLLM."""
+"""`Constraint`: sampled tokens in, advantages and metrics out, without TRL and vLLM.
+
+Whatever samples, trains or measures may import it.
+"""

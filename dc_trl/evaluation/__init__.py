@@ -1,6 +1,9 @@
-"""Evaluation of a policy on benchmarks as it is deployed: avg@k, pass@k and maj@k."""
+"""Evaluation of a policy on benchmarks as it is deployed: avg@k, pass@k and maj@k.
 
-from .evaluate import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+Commands and callbacks import it; it asks engines of its own, and needs no trainer.
+"""
+
+from .benchmarking import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 
 
 __all__ = ["RESULTS_FILE", "Benchmark", "evaluate", "tokenize_prompts"]

@@ -1,1 +1,4 @@
-"""The policy in its deployment scheme: its tensors, their number formats and the checkpoint that is served."""
+"""The policy in its deployment scheme: its tensors, their number formats and the checkpoint that is served.
+
+What samples, deploys or compares a policy imports it; it knows no server and no trainer.
+"""

@@ -1,1 +1,4 @@
-"""Checkpoints from which a run resumes, and the signals that stop it."""
+"""The life of a run: lock, checkpoints, history, export, push, and the signals that end it.
+
+The trainers and what is above them import it.
+"""

@@ -80,7 +80,7 @@ class HistoryCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         # A run that ends before its first log is saved, but has nothing to draw.
         if state.is_world_process_zero and self._history is not None and self._history.exists():
-            from ..report.panels import plot_run  # imports matplotlib, which takes a second
+            from ..records.panels import plot_run  # imports matplotlib, which takes a second
 
             plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
 

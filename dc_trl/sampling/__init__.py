@@ -1,1 +1,4 @@
-"""Engines that sample, which are the in-process replica and vLLM, and their rollouts in TRL's buffer."""
+"""The engine that samples and which weights it holds: the in-process replica, and vLLM.
+
+Trainers, parts, evaluations and calibrations import it.
+"""

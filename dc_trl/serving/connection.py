@@ -15,8 +15,8 @@ from urllib.parse import urlparse
 import httpx
 import psutil
 
-from .answers import MALFORMED, require_rollout
 from .background import all_of, in_coroutine, pause
+from .completions import MALFORMED, require_rollout
 from .errors import ServerAnswerError, ServerError, ServerRefusedError, ServerUnavailableError
 
 

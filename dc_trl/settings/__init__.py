@@ -1,1 +1,4 @@
-"""What a user writes: fields with their ranges, files, command lines, names of models, and which of it is secret."""
+"""What a user writes: fields with their ranges, rules between them, files, command lines, names of models.
+
+Everything above may import it; it imports files alone.
+"""

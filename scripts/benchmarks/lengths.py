@@ -26,8 +26,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.data.arithmetic import arithmetic_dataset
+from dc_trl.records.figures import new_figure
 from dc_trl.records.tables import markdown_table, print_table
-from dc_trl.report.figures import new_figure
 
 from .steps import peak, reset_peak, resident, synchronize
 

@@ -16,7 +16,7 @@ from scipy.optimize import isotonic_regression
 from sweeps import Variant, as_number, show
 from tables import SweepLines, control_of, controls_of
 
-from dc_trl.report.figures import INK, MUTED, PANEL_WIDTH, label_end, new_figure, save_figure
+from dc_trl.records.figures import INK, MUTED, PANEL_WIDTH, label_end, new_figure, save_figure
 
 
 # Neighbours differ in lightness too, and every pair for readers who see no red or no green.

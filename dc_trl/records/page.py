@@ -9,18 +9,18 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..files import write_text
-from ..records.runs import Run, read_run
-from ..records.verdict import verdict_of
 from ..version import __version__
+from .outcome import facts_table, outcome_table, settings_table, time_table
 from .panels import panels_of
-from .tables import facts_table, outcome_table, settings_table, time_table
+from .runs import Run, read_run
+from .verdict import verdict_of
 
 
 _DPI = 220  # sharp in print
 
 
 _TEMPLATES = Environment(
-    loader=PackageLoader("dc_trl.report"),
+    loader=PackageLoader("dc_trl.records"),
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,

@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..records.clock import PARTS, PREFIX
-from ..records.runs import Run, is_number, outcome
+from .clock import PARTS, PREFIX
+from .runs import Run, is_number, outcome
 
 
 # Parts of a run's time whose work is done on tokens.

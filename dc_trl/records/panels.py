@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..records.runs import GREEDY, Run, benchmark_metrics
 from .figures import ACCENT, INK, WINDOW, draw_curve, label_end, new_figure, save_figure
+from .runs import GREEDY, Run, benchmark_metrics
 
 
 _MARK: dict[str, Any] = {"color": ACCENT, "linestyle": "--", "linewidth": 1.2}  # lines that are no values of the run

@@ -1,1 +1,0 @@
-"""A run on the Hub: what is pushed, and the card that describes it."""

@@ -1,1 +1,0 @@
-"""Figures, and the self-contained page of a run."""
