@@ -101,7 +101,7 @@ def test_your_own_reward_and_a_vanilla_run(launch, tmp_path, monkeypatch):
         ({"model_name_or_path": "nobody/nothing-at-all"}, ["nobody/nothing-at-all"]),
         ({"rewards": "nonsense"}, ["rewards='nonsense'", "'math'"]),
         ({"eval_size": 99999}, ["size=99999", "at most"]),
-        ({"serve": "http://127.0.0.1:8000"}, ["--serve", "'http://127.0.0.1:8000'", "'auto'"]),
+        ({"serve": "http://127.0.0.1:8000"}, ["serve='http://127.0.0.1:8000'", "'auto'"]),
         ({"serve": "auto"}, ["serve='auto'", "use_vllm=False", "use_vllm=true"]),
         ({"serve_devices": "1"}, ["serve_devices='1'", "serve='auto'"]),
         (
