@@ -133,12 +133,6 @@ def test_several_corrections_by_hand(tmp_path, value, expected):
     torch.testing.assert_close(made(TOKENS), torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=1e-5)
 
 
-def test_a_bound_of_0_is_a_bound():
-    """Without it, IcePop masks what is below 0.5."""
-    made = correction_of(ConstraintSettings(rollout_correction="icepop", rollout_correction_min=0.0))
-    torch.testing.assert_close(made(TOKENS), torch.tensor([[4, 0.25, 1.25, 1], [1.8, 0.9, 1, 1]]))
-
-
 def test_a_correction_goes_by_the_penalised_advantages():
     """Â − δ is −0.25, 0.05, 0.25 and −1.24, −1.05: the ratio of 4 is pushed down, so that PPO does not clip it."""
     settings = ConstraintSettings(constraint="static", lambda_init=1.0, rollout_correction="ppo_clip")

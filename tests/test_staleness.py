@@ -128,8 +128,7 @@ class Greedy(TrainerCallback):
     trainer: DCGRPOTrainer
 
     def on_step_end(self, args, state, control, **kwargs):
-        for _ in range(2):  # the second one finds the weights of the first in the engine
-            self.trainer.deployed_completion_ids([[20, 21, 22]])
+        self.trainer.deployed_completion_ids([[20, 21, 22]])
 
 
 def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_own(tmp_path):
