@@ -205,14 +205,16 @@ def test_a_lost_server_leaves_a_checkpoint_of_the_last_step(tmp_path, step):
     assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 2]
 
 
+class Broken(TrainerCallback):
+    """An error within the second optimizer step."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            raise KeyError("a bug")
+
+
 def test_an_error_within_an_iteration_leaves_the_rest_of_it(tmp_path):
     """The last step that ended lies within a generation batch and an accumulation, of which a part was trained."""
-
-    class Broken(TrainerCallback):
-        def on_substep_end(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                raise KeyError("a bug")
-
     options = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 3}
     trainer = make_trainer(tmp_path / "run", save_steps=500, **options)
     trainer.add_callback(Broken())
@@ -228,12 +230,6 @@ def test_an_error_within_an_iteration_leaves_the_rest_of_it(tmp_path):
 
 def test_what_an_error_leaves_is_of_the_step_before_it(tmp_path):
     """Two generation batches make a step, and the error comes between them: δ̄ of the first one is measured again."""
-
-    class Broken(TrainerCallback):
-        def on_substep_end(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                raise KeyError("a bug")
-
     options = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "max_steps": 2}
     options |= {"discrepancy_tolerance": "auto"}
     trainer = make_trainer(tmp_path, save_steps=500, **options)
@@ -341,13 +337,13 @@ def test_a_lower_learning_rate_takes_effect_on_resuming(tmp_path, first_step):
 
 
 class Rates(TrainerCallback):
-    """What each step is made with."""
+    """What each step is made with, of every group of parameters."""
 
     def __init__(self):
         self.rates: list[float] = []
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        self.rates.append(optimizer.param_groups[0]["lr"])
+        self.rates.extend(group["lr"] for group in optimizer.param_groups)
 
 
 def test_a_lower_rate_goes_on_where_its_schedule_stands(tmp_path):
@@ -357,7 +353,7 @@ def test_a_lower_rate_goes_on_where_its_schedule_stands(tmp_path):
     lower = make_trainer(tmp_path, learning_rate=4e-3, **linear)
     lower.add_callback(rates := Rates())
     lower.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert rates.rates == pytest.approx([3e-3, 2e-3, 1e-3])
+    assert rates.rates == pytest.approx([3e-3, 3e-3, 2e-3, 2e-3, 1e-3, 1e-3])
 
 
 def test_a_rate_that_goes_by_plateaus_is_resumed(tmp_path):
@@ -377,7 +373,7 @@ def test_length_decay_may_begin_on_resuming(tmp_path, first_step):
 
     trainer = go_on(tmp_path, first_step, decay, constraint="none", learning_rate=2e-3)
     assert logged(trainer, "learning_rate")[-1] == pytest.approx(2e-3)
-    assert rates.rates == pytest.approx([2e-3])
+    assert rates.rates == pytest.approx([2e-3] * 2)  # what the step was made with
     schedule = trainer.lr_scheduler
     assert (schedule.last_epoch, schedule.get_lr()) == (2, [pytest.approx(1e-3)] * 2)  # the third step is halved
 
