@@ -135,6 +135,21 @@ def test_groups_of_equal_sums_are_kept_where_each_function_is_normalised(tmp_pat
     assert kept["advantages"].abs().min() > 0.5
 
 
+def test_a_group_is_kept_where_one_function_differs_of_those_that_are_normalised(tmp_path, seen_by_the_loss):
+    def same(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    def differs(completions, **kwargs):
+        return [float(number % 4 == 0 and number < 8) for number in range(len(completions))]
+
+    fields = {"drop_zero_std_groups": True, "shuffle_dataset": False, "constraint": "none"}
+    train(tmp_path, [same, differs], multi_objective_aggregation="normalize_then_sum", **fields)
+    (inputs,) = seen_by_the_loss
+    kept = inputs["completion_mask"].any(-1)
+    assert kept.sum() == 8  # the first two of four groups
+    assert (inputs["advantages"][kept] != 0).all()
+
+
 def test_the_auxiliary_loss_of_a_router_keeps_its_size(tmp_path):
     """One group of four is kept. Advantages of a group sum to zero, so at equal weights the rest of the loss is 0."""
 

@@ -45,6 +45,12 @@ def test_no_grouping_reads_fewer_tokens_of_prompts_that_are_alike(completions):
     assert found == best
 
 
+def test_the_longest_rows_come_first():
+    """So that a batch that exceeds memory fails at once."""
+    lengths = [Length(1, length) for length in (3, 9, 1, 5, 7)]
+    assert micro_batches(lengths, 2) == [[[1, 4]], [[0, 3]], [[2]]]
+
+
 # --- rows
 
 

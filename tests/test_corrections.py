@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl import GRPOConfig, GRPOTrainer
 
+from dc_trl.constraint.constraint import Constraint
 from dc_trl.constraint.corrections import (
     CORRECTIONS,
     ONE_SIDED_BOUND,
@@ -140,6 +141,15 @@ def test_engines_that_agree_have_weights_of_one(row, mode, advantage):
 def test_several_corrections_by_hand(tmp_path, value, expected):
     made = correction_of(make_config(tmp_path, constraint="none", deployment_scheme="fp8", rollout_correction=value))
     torch.testing.assert_close(made(TOKENS), matrix(expected), atol=1e-6, rtol=1e-5)
+
+
+def test_a_correction_goes_by_the_penalised_advantages():
+    """Â − δ is −0.25, 0.05, 0.25 and −1.24, −1.05: the ratio of 4 is pushed down, so that PPO does not clip it."""
+    settings = ConstraintSettings(constraint="static", lambda_init=1.0, rollout_correction="ppo_clip")
+    constrained = Constraint(settings).apply(TOKENS._replace(advantages=torch.tensor([0.35, -1.0])))
+    torch.testing.assert_close(constrained.weights, torch.tensor([[4, 0.25, 0, 1], [1.8, 0.9, 1, 1]]))
+    expected = torch.tensor([[4 * -0.25, 0.25 * 0.05, 0.0, 0.35], [1.8 * -1.24, 0.9 * -1.05, -1.0, -1.0]])
+    torch.testing.assert_close(constrained.columns["advantages"], expected)
 
 
 @pytest.mark.parametrize(

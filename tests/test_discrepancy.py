@@ -47,6 +47,21 @@ def test_penalties_by_hand(measure, level):
     torch.testing.assert_close(penalty, torch.tensor(expected), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_what_is_exactly_at_the_margin_is_not_penalised(level):
+    delta = torch.tensor([[0.5, 0.75, 0.25], [0.75, 0.75, 0.75]])  # binary fractions, with means of 0.5 and 0.75
+    penalty = discrepancy_penalty(delta, torch.ones(2, 3).bool(), level, margin=0.5)
+    assert penalty.tolist() == [[0.0, 0.75 if level == "token" else 0.0, 0.0], [0.75] * 3]
+
+
+def test_a_gap_of_16_bit_log_probabilities_is_not_rounded_to_16_bits():
+    train, infer = torch.tensor([-0.5]), torch.tensor([-0.5078125])  # which bfloat16 holds exactly
+    delta = token_discrepancy(train.bfloat16(), infer.bfloat16())
+    assert delta.dtype == torch.float32
+    assert delta.item() == pytest.approx(math.exp(-0.5) - math.exp(-0.5078125), rel=1e-4)
+    assert token_discrepancy(train.double(), infer.bfloat16()).dtype == torch.float64
+
+
 @pytest.mark.parametrize("measure", DELTAS)
 def test_batch_means_by_hand(measure):
     delta = torch.tensor(DELTAS[measure])

@@ -98,6 +98,24 @@ def test_the_coefficients_by_hand():
     assert penalty("log_ratio", "prob_diff") == pytest.approx([math.log(1.25), -math.log(2)], abs=1e-6)
 
 
+def test_the_coefficients_of_rare_tokens_are_bounded():
+    """What divides is at least 1e-3, and the logarithm at most 20: π = 3e-4 and 1, q = 1e-4 and e^-30."""
+    tokens = SampledTokens(
+        torch.tensor([[3e-4, 1.0]]).log(),
+        torch.tensor([[math.log(1e-4), -30.0]]),
+        torch.ones(1, 2).bool(),
+        torch.zeros(1),
+    )
+
+    def penalty(name, measure):
+        form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
+        return form(tokens)[0].tolist()
+
+    assert penalty("quadratic", "prob_ratio") == pytest.approx([2 / 1e-3, (math.exp(20) - 1) / 1e-3], rel=1e-4)
+    assert penalty("quadratic", "log_prob") == pytest.approx([math.log(3) / 1e-3, 20.0], rel=1e-4)
+    assert penalty("log_ratio", "prob_diff") == pytest.approx([math.log(3), 20.0], rel=1e-4)
+
+
 def test_level_and_margin_of_a_signed_form():
     settings = {"constraint_form": "quadratic"}
     by_token = form_of(ConstraintSettings(constraint="static", **settings, discrepancy_margin=0.1001))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dc_trl import LagrangeMultiplier
 from dc_trl.constraint import lagrangian
 from dc_trl.constraint.lagrangian import AUTO_BATCHES, proposed_tolerance, student_quantile
+from dc_trl.constraint.settings import ConstraintSettings
 
 from .helpers import refuses
 
@@ -88,6 +89,39 @@ def test_a_given_tolerance_stays_whatever_a_state_says():
     assert given.tolerance == 0.5
     automatic.load_state_dict(given.state_dict())  # a run that had a given one, continued with "auto"
     assert automatic.tolerance is None
+
+
+def test_a_state_is_fitted_to_the_present_bounds_and_window():
+    before = LagrangeMultiplier(init=0.9, tolerance=0.0, window=3)
+    for value in (0.01, 0.02, 0.03):
+        before.update(value)
+    after = LagrangeMultiplier(tolerance=0.0, maximum=0.5, window=2)
+    after.load_state_dict(before.state_dict())
+    assert after.value == 0.5
+    lower = LagrangeMultiplier(tolerance=0.1, maximum=0.5, window=2)
+    lower.load_state_dict(before.state_dict())
+    assert lower.update(0.05) == pytest.approx(0.5 + (0.03 + 0.05) / 2 - 0.1)
+    least = LagrangeMultiplier(init=2.0, minimum=1.5, maximum=3.0)
+    least.load_state_dict(before.state_dict())
+    assert least.value == 1.5
+
+
+def test_a_multiplier_is_that_of_its_settings():
+    """λ of each step by hand: up to the maximum, a mean over three batches, and down to the minimum."""
+    settings = ConstraintSettings(
+        constraint="lagrangian",
+        discrepancy_tolerance=0.1,
+        lambda_init=0.5,
+        lambda_lr=2.0,
+        lambda_min=0.3,
+        lambda_max=0.9,
+        dual_window=3,
+    )
+    multiplier = LagrangeMultiplier.of(settings)
+    assert multiplier.value == 0.5
+    found = [multiplier.update(value) for value in (0.2, 0.2, 0.1, 0.0, 0.0)]
+    assert found == pytest.approx([0.7, 0.9, 0.9, 0.9, 0.9 + 2 * (0.1 / 3 - 0.1)])
+    assert [multiplier.update(0.0) for _ in range(3)][-1] == 0.3
 
 
 def test_what_is_no_discrepancy_is_refused():

@@ -61,6 +61,8 @@ def test_a_manifest_lists_every_file_and_tells_one_that_is_cut_short(checkpoint)
         whole = (checkpoint / name).read_bytes()
         (checkpoint / name).write_bytes(whole[:-1])
         assert name in checkpoint_defect(checkpoint)
+        (checkpoint / name).write_bytes(whole + b" ")  # of another save
+        assert name in checkpoint_defect(checkpoint)
         (checkpoint / name).unlink()
         assert name in checkpoint_defect(checkpoint)
         (checkpoint / name).write_bytes(whole)
@@ -203,14 +205,16 @@ def test_a_lost_server_leaves_a_checkpoint_of_the_last_step(tmp_path, step):
     assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 2]
 
 
+class Broken(TrainerCallback):
+    """An error within the second optimizer step."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            raise KeyError("a bug")
+
+
 def test_an_error_within_an_iteration_leaves_the_rest_of_it(tmp_path):
     """The last step that ended lies within a generation batch and an accumulation, of which a part was trained."""
-
-    class Broken(TrainerCallback):
-        def on_substep_end(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                raise KeyError("a bug")
-
     options = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 3}
     trainer = make_trainer(tmp_path / "run", save_steps=500, **options)
     trainer.add_callback(Broken())
@@ -222,6 +226,19 @@ def test_an_error_within_an_iteration_leaves_the_rest_of_it(tmp_path):
     resumed.train(resume_from_checkpoint=True)
     for name in ("loss", "lagrangian/lambda"):
         assert logged(resumed, name)[:2] == logged(whole, name)[:2]
+
+
+def test_what_an_error_leaves_is_of_the_step_before_it(tmp_path):
+    """Two generation batches make a step, and the error comes between them: δ̄ of the first one is measured again."""
+    options = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "max_steps": 2}
+    options |= {"discrepancy_tolerance": "auto"}
+    trainer = make_trainer(tmp_path, save_steps=500, **options)
+    trainer.add_callback(Broken())
+    with pytest.raises(KeyError):
+        trainer.train()
+    resumed = make_trainer(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert len(resumed.lagrange_multiplier.state_dict()["observed"]) == 4
 
 
 def evaluated(trainer):
@@ -319,6 +336,26 @@ def test_a_lower_learning_rate_takes_effect_on_resuming(tmp_path, first_step):
     torch.testing.assert_close(moved[1], 0.1 * moved[0], atol=1e-6, rtol=1e-3)
 
 
+class Rates(TrainerCallback):
+    """What each step is made with, of every group of parameters."""
+
+    def __init__(self):
+        self.rates: list[float] = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.rates.extend(group["lr"] for group in optimizer.param_groups)
+
+
+def test_a_lower_rate_goes_on_where_its_schedule_stands(tmp_path):
+    """A linear one of four steps, of which the last three are resumed."""
+    linear = {"constraint": "none", "lr_scheduler_type": "linear", "max_steps": 4}
+    make_trainer(tmp_path, learning_rate=4e-2, **linear).train()
+    lower = make_trainer(tmp_path, learning_rate=4e-3, **linear)
+    lower.add_callback(rates := Rates())
+    lower.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert rates.rates == pytest.approx([3e-3, 3e-3, 2e-3, 2e-3, 1e-3, 1e-3])
+
+
 def test_a_rate_that_goes_by_plateaus_is_resumed(tmp_path):
     plateau = {"constraint": "none", "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "reward"}
     plateau |= {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_prompts(4), "num_generations_eval": 1}
@@ -328,19 +365,15 @@ def test_a_rate_that_goes_by_plateaus_is_resumed(tmp_path):
 
 
 def test_length_decay_may_begin_on_resuming(tmp_path, first_step):
-    class Rates(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-            rates.extend(group["lr"] for group in optimizer.param_groups)
-
-    rates: list[float] = []
+    rates = Rates()
 
     def decay(trainer):
         trainer.add_callback(LengthDecayCallback(trainer, decay_period=3))
-        trainer.add_callback(Rates())
+        trainer.add_callback(rates)
 
     trainer = go_on(tmp_path, first_step, decay, constraint="none", learning_rate=2e-3)
     assert logged(trainer, "learning_rate")[-1] == pytest.approx(2e-3)
-    assert rates == pytest.approx([2e-3] * 2)  # what the step was made with
+    assert rates.rates == pytest.approx([2e-3] * 2)  # what the step was made with
     schedule = trainer.lr_scheduler
     assert (schedule.last_epoch, schedule.get_lr()) == (2, [pytest.approx(1e-3)] * 2)  # the third step is halved
 

@@ -150,6 +150,29 @@ def test_a_forward_at_foreign_experts_by_hand():
     assert 0 < flipped <= 5
 
 
+def test_a_token_is_flipped_where_one_layer_would_choose_otherwise():
+    """By the choice of each router itself, which a hook reads before the replay's."""
+    model, routes = make_experts(32), random_routes(2, 12)
+    routes[:, ::2, 1] = OWN_CHOICE  # in the second layer the trainer chooses for every other token
+    own = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, output: own.append(output[2]))
+    replay = RoutingReplay(model)
+    replay.start(routes)
+    with torch.no_grad():
+        model(input_ids=torch.arange(10, 34).view(2, 12))
+    known = routes.flatten(0, 1)
+    expected = sum(
+        any(
+            row[layer, 0] != OWN_CHOICE and set(row[layer].tolist()) != set(own[layer][token].tolist())
+            for layer in (0, 1)
+        )
+        for token, row in enumerate(known)
+    )
+    assert replay.counts().tolist() == [24, expected]
+    assert expected > 12
+
+
 def test_the_gradient_reaches_the_router():
     """Against finite differences along a random direction: at given experts the policy is smooth."""
     model = make_experts(32).double()

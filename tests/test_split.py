@@ -91,6 +91,20 @@ def test_the_parts_are_measured_as_the_whole_is(rows, cut):
         )
 
 
+def test_the_lag_of_an_age_is_that_of_its_own_tokens():
+    """δ of the lag: 0.2 and 0.1 of age 0, 0.4 and 0.3 of age 1, and 0.5 of a token of age 1 that is masked."""
+    present = torch.tensor([[0.5, 0.5, 0.9], [0.6, 0.5, 0.9]])
+    past = torch.tensor([[0.3, 0.4, 0.4], [0.2, 0.2, 0.4]])
+    scored = torch.tensor([[True, True, False], [True, True, True]])
+    tokens = SampledTokens(present.log(), present.log(), scored, torch.zeros(2), past.log(), torch.tensor([0, 1]))
+    statistics = BatchStatistics(ConstraintSettings(batch_reduction="token"), ages=3)
+    statistics.add(tokens, weights=torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]))
+    metrics = batch_metrics(statistics.reduce(lambda tensor: tensor))
+    assert metrics["discrepancy/lag_age0_mean"] == pytest.approx(0.15)
+    assert metrics["discrepancy/lag_age1_mean"] == pytest.approx(0.35)
+    assert "discrepancy/lag_age2_mean" not in metrics
+
+
 # --- the measurement in training
 
 
@@ -118,7 +132,10 @@ def test_the_lag_is_that_of_the_policys_forward_at_two_versions_of_its_weights(t
         assert lag.abs().max() > 0.05
 
 
-@pytest.mark.parametrize("scored", SCORED)
+TWO_PASSES = {"num_iterations": 2, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize("scored", [*SCORED, pytest.param(TWO_PASSES, id="two passes")])
 def test_splitting_leaves_the_training_as_it_is(tmp_path, scored):
     plain = train(tmp_path / "plain", **scored)
     split = train(tmp_path / "split", discrepancy_split=True, **scored)
@@ -130,6 +147,17 @@ def test_splitting_leaves_the_training_as_it_is(tmp_path, scored):
     assert [k3 > 1e-4 for k3 in lag] == [age > 0 for age in ages]
     assert [k3 == 0 for k3 in lag] == [age == 0 for age in ages]
     assert min(logged(split, "discrepancy/engine_k3_kl")) > 1e-4
+
+
+def test_the_lag_of_a_second_training_is_its_own(tmp_path):
+    """The first training has kept weights of a step of the same number."""
+    trainer = tiny(tmp_path, discrepancy_split=True, max_steps=2)
+    trainer.train()
+    watch = Watch(trainer)
+    trainer.train()
+    assert [tokens.age for _, tokens in watch.tokens] == [0, 1]
+    (lag,) = watch.compared_lags(AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32), 2e-5)
+    assert lag.abs().max() > 0.05
 
 
 ENGINES = {

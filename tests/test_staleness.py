@@ -182,6 +182,15 @@ def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_p
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_a_resumed_run_goes_by_its_own_number_of_steps(tmp_path):
+    """Weights of three steps ago are too old where new ones are due after two."""
+    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}
+    make_trainer(tmp_path, **options).train()
+    resumed = make_trainer(tmp_path, weight_sync_steps=2, **options | {"max_steps": 7})
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "sync/age") == [0, 1, 2, 0, 1, 0, 1]
+
+
 def test_a_checkpoint_without_the_weights_that_sample_is_not_whole(tmp_path):
     make_trainer(tmp_path, save_steps=2, max_steps=2).train()
     checkpoint = tmp_path / "checkpoint-2"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer, HistoryCallback, mismatch_metrics
@@ -227,6 +227,17 @@ def test_evaluation_measures_and_moves_nothing(tmp_path, tokenizer):
     assert trainer.lagrange_multiplier.state_dict() == before
 
 
+def test_an_evaluation_between_two_passes_over_a_batch_is_measured(tmp_path, tokenizer):
+    steps = {**MISALIGNED, "num_iterations": 2, "max_steps": 4}
+    config = make_config(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, **steps)
+    trainer = make_trainer(config, tokenizer, Rollouts(), eval_dataset=make_prompts(2))
+    trainer.train()
+    assert len(logged(trainer, "eval_discrepancy/mean")) == 4
+    assert (
+        len(logged(trainer, "discrepancy/mean")) == 1
+    )  # of the one generation batch, whose second pass counts nothing
+
+
 def test_evaluation_weighs_tokens_not_batches(tmp_path, tokenizer, seen_by_the_loss):
     config = make_config(tmp_path, constraint="none", per_device_eval_batch_size=4)
     trainer = make_trainer(config, tokenizer, Rollouts(), eval_dataset=make_prompts(3))
@@ -287,6 +298,19 @@ def test_bad_rollouts_never_reach_lambda_or_loss(tmp_path, tokenizer, edit, step
         # Nothing was measured: nothing is logged, and λ stays where it was.
         assert not logged(trainer, "discrepancy/mean")
         assert trainer.lagrange_multiplier.value == 0.1
+
+
+@pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
+def test_a_batch_without_a_measurement_leaves_lambda_where_the_last_one_put_it(tmp_path, tokenizer, steps):
+    """The second of three batches has no log-probabilities: λ moves by δ̄ of the first and of the third."""
+    edit = lambda call, *rows: all_nan(call, *rows) if call == 1 else None  # noqa: E731
+    max_steps = 3 * 2 // steps["gradient_accumulation_steps"]
+    config = make_config(tmp_path, max_steps=max_steps, lambda_lr=0.5, lambda_max=9.0, **steps)
+    trainer = make_trainer(config, tokenizer, Rollouts(edit=edit))
+    trainer.train()
+    first, third = logged(trainer, "discrepancy/mean")
+    assert min(first, third) > 0.05
+    assert trainer.lagrange_multiplier.value == pytest.approx(0.1 + 0.5 * (first + third - 2 * 0.0037))
 
 
 def filled_by_hand(prompts, trainer):
@@ -458,6 +482,31 @@ def test_a_second_training_starts_from_its_own_rollouts_and_lambda(tmp_path, tok
     histories = [(tmp_path / name).read_text().splitlines() for name in ("history.1.jsonl", "history.jsonl")]
     for rows in histories:
         assert [row["step"] for row in map(json.loads, rows) if "loss" in row] == [1, 2, 3]
+
+
+class BreaksOnce(TrainerCallback):
+    """Ends the first training within its first optimizer step."""
+
+    broken = False
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if not self.broken:
+            self.broken = True
+            raise KeyError("a bug")
+
+
+def test_a_second_training_counts_no_token_of_one_that_broke(tmp_path, tokenizer):
+    """No weight has moved: the first batch of the second training is that of a new trainer."""
+    means = []
+    for callbacks in ([], [BreaksOnce()]):
+        config = make_config(tmp_path, max_steps=1, **ALIGNED)
+        trainer = make_trainer(config, tokenizer, ByStep(), callbacks=callbacks)
+        if callbacks:
+            with pytest.raises(KeyError):
+                trainer.train()
+        trainer.train()
+        means.append(logged(trainer, "discrepancy/mean") + logged(trainer, "discrepancy/kl"))
+    assert means[1] == pytest.approx(means[0], rel=1e-5)
 
 
 # --- the gradient that the penalty makes

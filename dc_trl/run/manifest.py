@@ -120,7 +120,7 @@ def checkpoint_defect(folder: Path) -> str | None:
         if not (folder / name).is_file():
             return f"holds no {name}, which its {MANIFEST_FILE} lists"
         if (found := (folder / name).stat().st_size) != entry["size"]:
-            return f"holds {name} with {found:,} bytes in place of {entry['size']:,}: it was cut short"
+            return f"holds {name} with {found:,} bytes in place of {entry['size']:,}: it was cut short or replaced"
     # DeepSpeed keeps its optimizer in the folder that the file `latest` names.
     if not any(folder.glob("optimizer*")) and not (folder / "latest").is_file():
         return (
