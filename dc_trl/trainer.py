@@ -50,7 +50,7 @@ from .run.checkpoints import Checkpoints
 from .run.history import HistoryCallback
 from .run.manifest import on_main_process
 from .run.push import HubClient, without_token
-from .run.resuming import given_rates, load_saved_weights, load_trained_adapter, position_in_data
+from .run.resuming import given_rates, load_saved_weights, own_adapters, position_in_data
 from .run.training_run import TrainingRun
 from .sampled_tokens import SampledTokens
 from .sampling.deployed_policy import greedy_completion_ids, greedy_completions, weighted_rewards
@@ -558,9 +558,9 @@ class DCGRPOTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         policy = unwrapped(self.accelerator, self.model if model is None else model)
-        if not load_saved_weights(self, policy, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        load_trained_adapter(policy, resume_from_checkpoint)
+        with own_adapters(policy, resume_from_checkpoint):
+            if not load_saved_weights(self, policy, resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
         policy = unwrapped(self.accelerator, self.model)

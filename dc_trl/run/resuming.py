@@ -43,13 +43,19 @@ def load_saved_weights(trainer: Trainer, policy: Any, checkpoint: str) -> bool:
     return True
 
 
-def load_trained_adapter(policy: Any, checkpoint: str) -> None:
-    """Load the trained adapter of a policy that has a reference adapter too.
+@contextmanager
+def own_adapters(policy: Any, checkpoint: str) -> Iterator[None]:
+    """Leave a policy its adapters after the block, in which transformers loads a checkpoint, with the trained one.
 
-    transformers then loads only the adapters in separate folders, and the trained adapter is not in one.
+    transformers loads the adapters in folders of the checkpoint, if there are any, and those alone: not the trained
+    one, where the policy has a reference adapter too, but an older one that a sampler has, as another of the policy's.
     """
+    adapters = {*policy.peft_config} if isinstance(policy, PeftModel) else set()
+    yield
     if isinstance(policy, PeftModel) and len(policy.peft_config) > 1:
         policy.load_adapter(checkpoint, policy.active_adapter, is_trainable=True)
+        for name in policy.peft_config.keys() - adapters:
+            policy.delete_adapter(name)
 
 
 def position_in_data(
