@@ -38,7 +38,7 @@ from .config import DCGRPOConfig
 from .constraint.constraint import Constraint
 from .files import written_beside
 from .gate import Limits, require_fit, require_runnable
-from .grading.totals import require_finite, total_rewards
+from .grading.totals import finite_totals
 from .parts import parts_of
 from .parts.part import Parts, Rollout, Scores
 from .quantization.policy import unwrapped
@@ -322,11 +322,10 @@ class DCGRPOTrainer(GRPOTrainer):
 
     def _require_logprobs(self, logprobs: list | None) -> None:
         """Refuse completions without log-probabilities where something needs them; otherwise warn."""
-        needy = self.args.compared_by
-        if logprobs is None and needy is not None:
+        if logprobs is None and self.args.compared_by is not None:
             raise ValueError(
-                f"{needy}={getattr(self.args, needy)!r} needs the rollouts' log-probabilities, and the engine "
-                f"returned none (logprobs=None): return them from rollout_func, or set {self.args.without_comparison}."
+                f"{self.args.comparison} needs the rollouts' log-probabilities, and the engine returned none "
+                f"(logprobs=None): return them from rollout_func, or set {self.args.without_comparison}."
             )
         if logprobs is None and self.rollout_func is not None and self.model.training and not self._first_batch_seen:
             logger.warning("The mismatch is not measured: rollout_func returns no logprobs. Return them too.")
@@ -334,8 +333,8 @@ class DCGRPOTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with self.clock.part("reward"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        require_finite(rewards, self.reward_weights, self.reward_funcs, self.reward_func_names)
-        objectives = total_rewards(rewards, self.reward_weights).unsqueeze(0)
+        totals = finite_totals(rewards, self.reward_weights, self.reward_funcs, self.reward_func_names)
+        objectives = totals.unsqueeze(0)
         if self.args.multi_objective_aggregation == "normalize_then_sum":
             objectives = rewards.T  # equal sums of different rewards have advantages
         for read in self.parts.at("rewards"):
@@ -394,8 +393,12 @@ class DCGRPOTrainer(GRPOTrainer):
         finally:
             self._inputs = before
 
-    def score_rows(self, model: Any, inputs: dict[str, Any], *tokens: Any, **options: Any) -> Scores:
-        """Return the scores of rows of which `inputs` is known; for the others see `Part.forward`."""
+    def score_rows(self, model: Any, inputs: dict[str, Any], **options: Any) -> Scores:
+        """Return the scores of the completions of `inputs`, prompts and completions apart; see `Part.forward`."""
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{kind}"], inputs[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
+        )
+        tokens = (ids, mask, inputs["completion_ids"].shape[1])
         with self._scoring(inputs):
             return self._get_per_token_logps_and_entropies(model, *tokens, **options)
 
@@ -407,12 +410,9 @@ class DCGRPOTrainer(GRPOTrainer):
             rows: of a forward; all by default.
         """
         inputs = {name: value for name, value in inputs.items() if name != "advantages"}  # it is not the loss's
-        ids, mask = (
-            torch.cat([inputs[f"prompt_{kind}"], inputs[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
-        )
         names = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
         options = {name: inputs[name] for name in names if name in inputs}
-        scores = self.score_rows(self.model, inputs, ids, mask, inputs["completion_ids"].shape[1], rows, **options)
+        scores = self.score_rows(self.model, inputs, batch_size=rows, **options)
         return inputs.get("compared_logps", scores[0])
 
     # --- the end of a micro-batch, of a pass over the generation batch, and of an iteration -------------------------

@@ -9,6 +9,12 @@ from typing import Any, Literal, Self
 from .settings import ConstraintSettings
 
 
+# Generation batches that `tolerance="auto"` observes: ten give the standard deviation to about a quarter.
+AUTO_BATCHES = 10
+# Probability that δ̄ of a healthy batch exceeds ε by chance: one in forty.
+_EXCEEDED = 0.025
+
+
 class LagrangeMultiplier:
     """Multiplier λ of the discrepancy constraint δ̄ ≤ ε, moved by projected dual ascent (arXiv 2606.08779, eqs. 9–11).
 
@@ -106,12 +112,6 @@ class LagrangeMultiplier:
         if self._observed is not None:
             self._observed = list(state_dict["observed"] or [])
             self.tolerance = proposed_tolerance(self._observed) if len(self._observed) == AUTO_BATCHES else None
-
-
-# Generation batches that `tolerance="auto"` observes: ten give the standard deviation to about a quarter.
-AUTO_BATCHES = 10
-# Probability that δ̄ of a healthy batch exceeds ε by chance: one in forty.
-_EXCEEDED = 0.025
 
 
 def student_quantile(freedom: int) -> float:

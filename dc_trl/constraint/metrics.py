@@ -18,8 +18,14 @@ from .discrepancy import accumulator, discrepancy_sums, token_discrepancy
 from .settings import ConstraintSettings, Part
 
 
+if TYPE_CHECKING:
+    from .lagrangian import LagrangeMultiplier
+
 Value = TypeVar("Value", Tensor, float)
 Sums = Mapping[str, float]
+
+PARTS: tuple[Part, ...] = ("lag", "engine")
+_OWN = "own/"  # prefix of the sums of metrics that a function of the user's own has left
 
 
 def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> dict[str, float]:
@@ -162,16 +168,6 @@ def combine_sums(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     return combined
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .lagrangian import LagrangeMultiplier
-
-
-PARTS: tuple[Part, ...] = ("lag", "engine")
-_OWN = "own/"  # prefix of the sums of metrics that a function of the user's own has left
-
-
 class BatchStatistics:
     """Statistics of a generation batch, or of an evaluation: `add` its micro-batches, then `reduce` all processes.
 
@@ -270,9 +266,8 @@ def batch_metrics(
     tokens, metrics = sums["tokens"], {f"{group}/{name}": value for name, value in mismatch_from_sums(sums).items()}
     if (mean := mean_discrepancy(sums)) is not None:
         metrics[f"{group}/mean"] = mean
-    for prefix in [
-        name.removesuffix("k3") for name in sums if name.endswith("_k3")
-    ]:  # of its parts, where it is split
+    # The prefixes of its parts, where it is split.
+    for prefix in [name.removesuffix("k3") for name in sums if name.endswith("_k3")]:
         of_part = {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
         if not of_part["tokens"]:
             continue  # no token of the batch has this age

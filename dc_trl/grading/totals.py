@@ -20,8 +20,8 @@ def total_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     return total.masked_fill(rewards.isnan().all(-1), torch.nan)
 
 
-def require_finite(rewards: Tensor, weights: Tensor, functions: Sequence[Any], names: Sequence[str]) -> None:
-    """Refuse rewards of models, and weighted sums, that are not finite; functions are checked when they return.
+def finite_totals(rewards: Tensor, weights: Tensor, functions: Sequence[Any], names: Sequence[str]) -> Tensor:
+    """Return `total_rewards`; refuse rewards of models, and sums, that are not finite, which functions' cannot be.
 
     Args:
         rewards, weights: see `total_rewards`.
@@ -31,7 +31,8 @@ def require_finite(rewards: Tensor, weights: Tensor, functions: Sequence[Any], n
         ValueError: one is not finite, or too large for a mean in float32.
     """
     of_models = torch.tensor([isinstance(function, nn.Module) for function in functions])
-    wrong = ~rewards[:, of_models].isfinite().all(1) | (total_rewards(rewards, weights).abs() > LARGEST)
+    totals = total_rewards(rewards, weights)
+    wrong = ~rewards[:, of_models].isfinite().all(1) | (totals.abs() > LARGEST)
     if wrong.any():
         row = int(wrong.nonzero()[0])
         given = dict(zip(names, rewards[row].tolist(), strict=True))
@@ -39,6 +40,7 @@ def require_finite(rewards: Tensor, weights: Tensor, functions: Sequence[Any], n
             f"The rewards of completion {row}, {given} with reward_weights={weights.tolist()}, or their sum, are not "
             f"finite or exceed {LARGEST:g}: return finite rewards, or lower the weights."
         )
+    return totals
 
 
 def zero_std_groups(rewards: Tensor, num_generations: int) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..settings.contradictions import steps_within_batch
 from .aligned_forward import PLAIN
 from .part import Part
 
@@ -32,9 +33,8 @@ class Lag(Part):
     @property
     def _scored_when_sampled(self) -> bool:
         """Whether TRL scores a generation batch as it is sampled (`old_per_token_logps`)."""
-        trainer, args = self.trainer, self.trainer.args
-        aligned = args.gradient_accumulation_steps % trainer.micro_batches_per_generation == 0
-        return not aligned or (trainer.use_vllm and args.vllm_importance_sampling_correction)
+        args = self.trainer.args
+        return steps_within_batch(args) or (self.trainer.use_vllm and args.vllm_importance_sampling_correction)
 
     @torch.no_grad()
     def _measure(self, slices: list[dict[str, Any]], rows: int | None) -> None:

@@ -113,7 +113,7 @@ class LengthAwareBatches(Part):
                     metrics[name][-1] *= inputs[_WEIGHTS][_TOKEN_MEANS[name]]
         return loss
 
-    # --- old and reference log-probabilities of a whole generation batch ---------------------------------------------
+    # --- old and reference log-probabilities of a whole generation batch --------------------------------------------
 
     def forward(self, score, model, inputs, input_ids, attention_mask, logits_to_keep, *, batch_size=None, **options):
         if batch_size is None:
@@ -127,11 +127,8 @@ class LengthAwareBatches(Part):
         for rows in self._plan(whole, batch_size):
             own = trimmed(take(inputs | whole, rows), self._multiple)
             known, width = set(own), own["completion_ids"].shape[1]
-            ids, mask = (
-                torch.cat([own[f"prompt_{kind}"], own[f"completion_{kind}"]], dim=1) for kind in ("ids", "mask")
-            )
             of_rows = options | {name: own[name] for name in of_options}
-            logps, entropies, loss = self.trainer.score_rows(model, own, ids, mask, width, **of_rows)
+            logps, entropies, loss = self.trainer.score_rows(model, own, **of_rows)
             losses += [] if loss is None else [loss]
             scores = {"logps": logps, "entropies": entropies} | {name: own[name] for name in own.keys() - known}
             for name, score_ in scores.items():

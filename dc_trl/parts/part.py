@@ -71,9 +71,9 @@ class Part:
             score: computes the forward.
             model: policy or reference model, perhaps wrapped.
             inputs: what is known of the rows: a micro-batch of the loss, which has `advantages`, or the columns.
-            *tokens: ids and attention mask of prompts and completions, shape (rows, P + T), T, and perhaps the number
-                of rows of a forward (None: all).
-            **options: further arguments of the hook, by TRL's names.
+            *tokens: ids and attention mask of prompts and completions, shape (rows, P + T), and T.
+            **options: further arguments of the hook, by TRL's names; with `batch_size`, several forwards of as many
+                rows score a whole generation batch.
         """
         return score(*tokens, **options)
 

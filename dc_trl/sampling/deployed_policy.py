@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..grading.totals import require_finite, total_rewards
+from ..grading.totals import finite_totals
 
 
 def greedy_completion_ids(trainer: Any, prompt_ids: list[list[int]]) -> list[list[int]]:
@@ -53,7 +53,6 @@ def weighted_rewards(trainer: Any, rewards: Tensor) -> list[float | None]:
         trainer: trainer whose rewards they are.
         rewards: of the completions of all processes, shape (N, functions), NaN where there is none.
     """
-    require_finite(rewards, trainer.reward_weights, trainer.reward_funcs, trainer.reward_func_names)
-    accelerator = trainer.accelerator
-    totals = total_rewards(rewards, trainer.reward_weights).view(accelerator.num_processes, -1)
-    return [None if math.isnan(value) else value for value in totals[accelerator.process_index].tolist()]
+    totals = finite_totals(rewards, trainer.reward_weights, trainer.reward_funcs, trainer.reward_func_names)
+    own = totals.view(trainer.accelerator.num_processes, -1)[trainer.accelerator.process_index]
+    return [None if math.isnan(value) else value for value in own.tolist()]

@@ -44,7 +44,8 @@ def _has_no_server(settings: Any) -> bool:
     return not settings.use_vllm or settings.vllm_mode == "colocate"
 
 
-def _steps_within_batch(settings: Any) -> bool:
+def steps_within_batch(settings: Any) -> bool:
+    """Return whether the weights change within a generation batch, so that TRL scores it as it is sampled."""
     return settings.gradient_accumulation_steps % (settings.steps_per_generation * settings.num_iterations) != 0
 
 
@@ -170,7 +171,7 @@ CONTRADICTIONS = (
     Rule("score_centering", {"beta": lambda c: c.beta != 0}, "the KL term would be centred too; set beta=0"),
     Rule(
         "score_centering",
-        {"steps_per_generation": _steps_within_batch, "num_iterations": _any},
+        {"steps_per_generation": steps_within_batch, "num_iterations": _any},
         "it needs the weights that sampled until a generation batch is used up; set num_iterations=1 and "
         "steps_per_generation to gradient_accumulation_steps",
     ),
