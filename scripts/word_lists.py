@@ -2,13 +2,16 @@
 
     python scripts/word_lists.py --output_dir runs/word_lists
 
-writes problems.jsonl. `names_the_word` is the reward of configs/smollm2_word_lists.yaml.
+writes problems.jsonl, and prints the trap of this task: what a policy earns on the held-out problems of each seed that
+always names the first word. `names_the_word` is the reward of configs/smollm2_word_lists.yaml.
 """
 
 import json
 import random
 import re
 from pathlib import Path
+
+from datasets import Dataset
 
 from dc_trl.settings.command_line import OptionParser
 
@@ -51,6 +54,14 @@ def _reward(prompt: str, completion: str, gold: str) -> float:
     return 1.0 if named == {gold} else 0.2 if named else 0.0
 
 
+def trap(rows: list[dict[str, str]], held_out: int, seed: int) -> float:
+    """Return the mean reward of always naming the first word, on the problems that a run of a seed holds out."""
+    problems = Dataset.from_list(rows).train_test_split(test_size=held_out, seed=seed)["test"]
+    firsts = [prompt.split("? ")[1].split(",")[0] for prompt in problems["prompt"]]
+    rewards = map(_reward, problems["prompt"], firsts, problems["answer"])
+    return sum(rewards) / held_out
+
+
 if __name__ == "__main__":
     parser = OptionParser(__doc__)
     parser.add_argument("--output_dir", type=Path, required=True)
@@ -59,3 +70,5 @@ if __name__ == "__main__":
     args.output_dir.mkdir(parents=True, exist_ok=True)
     rows = word_list_problems(args.size, seed=0)
     (args.output_dir / "problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for seed in range(1, 6):
+        print(f"seed {seed}: always naming the first word earns {trap(rows, 128, seed):.4f}")

@@ -79,6 +79,15 @@ class Line:
         values = [value for value in self.curves.get(curve, [])[-WINDOWS // 6 :] if value is not None]
         return statistics.fmean(values) if values else None
 
+    @property
+    def late_reward(self) -> float | None:
+        """Mean training reward of the steps of the last quarter; None where nothing was measured there."""
+        steps = max(max(evaluation) for evaluation in self.evaluations.values())
+        windows = [_window_of(step, steps) for step in range(1, steps + 1)]
+        rewards = [self.curves["reward"][window] for window in windows if window >= WINDOWS - WINDOWS // 4]
+        known = [reward for reward in rewards if reward is not None]
+        return statistics.fmean(known) if known else None
+
 
 def line_of(history: History, summary: Mapping[str, Any], cell: Cell, seed: int) -> Line:
     """Return the line of a finished run, from the rows of its history and its summary."""
@@ -134,11 +143,15 @@ def _by_step(history: History, metric: str) -> dict[int, float]:
     return {step: value for step, value in values.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 
+def _window_of(step: int, steps: int) -> int:
+    return min(WINDOWS - 1, (step - 1) * WINDOWS // steps)
+
+
 def _windows(by_step: Mapping[int, float], steps: int) -> list[float | None]:
     """Means over equal parts of the steps, None for a part without a value; [] where there is no value at all."""
     parts: list[list[float]] = [[] for _ in range(WINDOWS)]
     for step, value in by_step.items():
-        parts[min(WINDOWS - 1, (step - 1) * WINDOWS // steps)].append(value)
+        parts[_window_of(step, steps)].append(value)
     return [_short(statistics.fmean(part)) if part else None for part in parts] if by_step else []
 
 

@@ -43,7 +43,7 @@ SETTING = {
 HEAD = [
     *("variant", "seeds", "greedy, %", "last one, %", "sampled, %", "trained, %"),
     *("difference, points", "p", "to GRPO in step", "δ̄, 10⁻³", "k3, 10⁻³", "entropy", "λ"),
-    *("steps to 50 %", "seconds"),
+    *("steps to 50 %", "seconds", "late reward, %", "late difference, points", "late p"),
 ]
 COMPARED_HEAD = ["variant", "seeds", "greedy, %", "seeds, compared", "greedy, %, compared", "difference, points", "p"]
 PAIRS_HEAD = [
@@ -126,6 +126,14 @@ class SweepLines:
             return None
         return _paired(self.accuracy(variant), control_of(lines[0], self.controls))
 
+    def _late_difference(self, variant: Variant) -> Difference | None:
+        """Compare the training reward of the last quarter with the reference's; no p-value is corrected."""
+        late = [
+            {seed: reward for seed, line in self.lines[each].items() if (reward := line.late_reward) is not None}
+            for each in (variant, self.sweep.reference)
+        ]
+        return None if variant == self.sweep.reference else _paired(*late)
+
     def table(self) -> Table:
         """Return a row for each variant: accuracies, differences to reference and control, and how the run went."""
         compared = self.comparisons()
@@ -136,6 +144,7 @@ class SweepLines:
         if not lines:
             return [variant.name, "0", *[NONE] * (len(HEAD) - 2)]
         halves = [line.steps_to_half for line in lines if line.steps_to_half is not None]
+        late = self._late_difference(variant)
         to_half = f"{statistics.median(halves):.0f}" if len(halves) == len(lines) else f"{len(halves)} of {len(lines)}"
         return [
             variant.name,
@@ -153,6 +162,9 @@ class SweepLines:
             _cell(lines, lambda line: line.end("lambda"), 1, 3),
             to_half,
             f"{statistics.median(line.seconds for line in lines):.0f}",
+            _cell(lines, lambda line: line.late_reward, 100, 1),
+            _points(late),
+            _plain_p_value(late and late.p_value),
         ]
 
 

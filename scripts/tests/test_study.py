@@ -548,6 +548,32 @@ def test_the_page_is_what_its_raw_lines_say():
             assert row[head.index("greedy, %")] in section, (name, row[0])
 
 
+def test_the_page_of_the_real_model_is_what_its_raw_lines_say():
+    """docs/real_model.md has, for each cell of several seeds, greedy reward, reward of the last five steps and the
+    number of runs that leave the trap, as they are made from the raw lines here; four runs in INT8 end in the trap."""
+    page = (ROOT / "docs" / "real_model.md").read_text()
+    rows = word_lists.word_list_problems(1024, 0)
+    traps = {seed: word_lists.trap(rows, 128, seed) for seed in range(1, 6)}
+    lines = read_lines(SWEEPS.with_name("real_model") / "lines.jsonl")
+    cells = {}
+    for line in lines:
+        cells.setdefault(str(line.cell), []).append(line)
+        windows = line.curves["reward"][-3:]  # of two, two and one of the twenty steps
+        assert line.late_reward == pytest.approx((2 * windows[0] + 2 * windows[1] + windows[2]) / 5)
+    for runs in cells.values():
+        if len(runs) > 1:
+            for values in ([run.last("greedy") for run in runs], [run.late_reward for run in runs]):
+                error = statistics.stdev(values) / math.sqrt(len(values))
+                assert f"{statistics.fmean(values) + 1e-9:.3f} ± {error:.3f}" in page  # 0.9975 is rounded up
+    in_int8 = {run.seed: run.last("greedy") for run in cells["{'deployment_scheme': 'int8'}"]}
+    assert [seed for seed in traps if abs(in_int8[seed] - traps[seed]) < 1e-5] == [1, 2, 3, 4]
+    leave = {cell: sum(run.last("greedy") > traps[run.seed] + 0.1 for run in runs) for cell, runs in cells.items()}
+    in_steps = re.findall(r"leave the trap \| (\d) of 5 \| (?:(\d) of 5|\|)", page)
+    assert in_steps[0] == (str(leave["{}"]), str(leave["{'deployment_scheme': 'bf16'}"]))
+    with_a_lag = [int(row.rsplit("| ", 1)[1][0]) for row in page.splitlines() if row.count("|") == 9 and "lag |" in row]
+    assert sorted(with_a_lag) == sorted(count for cell, count in leave.items() if "'weight_sync_steps': 8" in cell)
+
+
 REMEDIES = {field.name for field in fields(ConstraintSettings)} - {"deployment_scheme"} | {
     "train_through_quantization"
 }
