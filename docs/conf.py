@@ -31,6 +31,9 @@ extensions = [
 myst_enable_extensions = ["dollarmath"]
 html_math_renderer = "mathml"
 exclude_patterns = ["_static"]
+# The results are shown on the site too, and stand beside the code that makes them.
+RESULTS = Path(__file__).parents[1] / "scripts" / "study" / "RESULTS.md"
+Path(__file__).with_name("results.md").write_text("# Results of the study\n", encoding="utf-8")
 myst_heading_anchors = 3  # links to a heading, as on GitHub
 smartquotes = False  # quotes are those of code and of messages
 
@@ -48,9 +51,6 @@ autodoc_inherit_docstrings = False  # an override without a docstring is TRL's b
 autosummary_generate = False  # a table of names; no page for each
 autodoc_typehints = "none"  # the docstrings state types where the code alone does not
 maximum_signature_line_length = 88
-
-
-RESULTS = Path(__file__).parents[1] / "scripts" / "study" / "RESULTS.md"  # beside the code that makes it
 
 
 def setup(app: Any) -> None:

@@ -1,4 +1,4 @@
-"""The example of geometry.ipynb and docs/geometry.md: what each measure makes of one state with six actions.
+"""The example of geometry.ipynb and geometry.md: what each measure makes of one state with six actions.
 
 python notebooks/six_actions.py     prints the table, and draws build/geometry/toy_two_sided.png and toy_one_sided.png
 """

@@ -1,4 +1,4 @@
-"""The baselines of docs/recipes.md: each does what its equation says."""
+"""The baselines of docs/papers.md: each does what its equation says."""
 
 import re
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from .vllm_server import requires_vllm
 
 TABLE = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs" / "recipes.md")
+    for line in (ROOT / "docs" / "papers.md")
     .read_text()
     .partition("## Baselines")[2]
     .partition("\n## ")[0]

@@ -213,7 +213,7 @@ def test_script_splits_unless_it_is_told_not_to(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "where δ̄ comes from" in shown
     assert all(cause in shown for cause in (*engine.diagnosis.split.shares, "unexplained"))
-    assert "ADVICE, replica:fp8: " in shown
+    assert "CONCLUSION, replica:fp8: " in shown
     (engine,) = script(tmp_path, "replica:fp8", "--overwrite", "--no_split", **small)
     assert engine.diagnosis is None
 

@@ -27,7 +27,7 @@ OF_NO_PAPER = {"quickstart", "quickstart_vllm_fp8", "smollm2_135m", "smollm2_wor
 
 
 class Recipe(NamedTuple):
-    """What the papers, or docs/recipes.md, say of a recipe: written by hand, not read from its file."""
+    """What the papers, or docs/papers.md, say of a recipe: written by hand, not read from its file."""
 
     architecture: str
     processes: int
@@ -239,8 +239,8 @@ def launch_of(recipe: Recipe) -> str:
 
 
 def commands() -> list[list[str]]:
-    """Commands of docs/recipes.md and of the files' headers."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL)
+    """Commands of docs/papers.md and of the files' headers."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "papers.md").read_text(), re.MULTILINE | re.DOTALL)
     for name in RECIPES:
         header = [line[4:] for line in path_of(name).read_text().splitlines() if line.startswith("#   ")]
         blocks.append("\n".join(header))

@@ -43,7 +43,7 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
     constraint_form: str = setting(
         "log_ratio",
         '"injected", "quadratic" or "log_ratio", as in DCGRPOConfig. The default is a signed form: the paper\'s form '
-        "makes a sampler that lags worse (docs/staleness.md).",
+        "makes a sampler that lags worse (docs/which_one.md).",
     )
 
     def __post_init__(self):

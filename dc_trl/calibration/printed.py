@@ -7,7 +7,7 @@ from ..records.tables import TableRows, print_table
 from .result import Calibration, Diagnosis, EngineMismatch, Tolerance
 
 
-_SHOWN = ("50", "90", "99", "99.9")
+_SHOWN = ("50", "90", "99", "99.9")  # percentiles
 
 
 def summary_table(calibration: Calibration) -> TableRows:
@@ -15,9 +15,9 @@ def summary_table(calibration: Calibration) -> TableRows:
     rows: list[tuple[str, Callable[[EngineMismatch], str]]] = [
         ("proposed ε", lambda e: _interval(e.tolerance)),
         ("δ̄ of a batch", lambda e: _interval(e.estimates["discrepancy"])),
-        ("δ: 50 / 90 / 99 / 99.9 %", lambda e: " / ".join(f"{e.percentiles[p]:.2g}" for p in _SHOWN)),
+        ("δ, percentiles 50 / 90 / 99 / 99.9", lambda e: " / ".join(f"{e.percentiles[p]:.2g}" for p in _SHOWN)),
         ("KL(π_inf ‖ π_train), k3, nats", lambda e: _interval(e.estimates["k3_kl"])),
-        ("the same of the lag at a tiny step: its floor", lambda e: _known(e.estimates.get("lag_floor"))),
+        ("floor of the lag's k3, nats", lambda e: _known(e.estimates.get("lag_floor"))),
         ("Pearson of probabilities", lambda e: "–" if e.pearson is None else f"{e.pearson:.6f}"),
         ("tokens", lambda e: f"{e.tokens:,}"),
         ("completions cut off", lambda e: f"{e.truncated / e.completions:.1%}"),
@@ -27,33 +27,34 @@ def summary_table(calibration: Calibration) -> TableRows:
 
 
 def split_table(diagnosis: Diagnosis) -> TableRows:
-    """Return the shares of δ̄ with their 95 % intervals."""
+    """Return the shares of δ̄, which add up to it, with their 95 % intervals, and below them the floor."""
     split = diagnosis.split
 
     def row(name: str, share: Estimate) -> list[str]:
-        part = f"{share.value / split.whole.value:.0%}" if split.whole.value else "–"
+        part = f"{share.value / split.whole.value:.1%}" if split.whole.value else "–"
         return [name, f"{share.value:.2e}", f"[{share.low:.2e}, {share.high:.2e}]", part]
 
     rows = [row(cause, share) for cause, share in split.shares.items()]
-    rows += [row("unexplained", split.unexplained), row("δ̄", split.whole), row("floor of other sums", split.floor)]
-    return ["cause", "share", "95 %", "of δ̄"], rows
+    rows += [row("unexplained", split.unexplained), row("δ̄, the sum", split.whole)]
+    return ["cause", "share", "95 %", "of δ̄"], [*rows, row("floor: another order of sums alone", split.floor)]
 
 
 def print_calibration(calibration: Calibration) -> None:
-    """Print the tables, the advice, the notes and the lines for the configuration to the terminal."""
+    """Print the tables, the notes, ε for a constraint, and last what follows for each engine."""
     settings = calibration.settings
     print_table(*summary_table(calibration), f"{settings['model']}, δ by {settings['measure']}")
     for engine in calibration.engines:
         if engine.diagnosis is not None:
             print_table(*split_table(engine.diagnosis), f"{engine.engine}: where δ̄ comes from")
-    print("How ε follows from δ̄: docs/calibration.md, the rule for ε.")
     for engine in calibration.engines:
-        for advice in engine.diagnosis.advice if engine.diagnosis is not None else []:
-            print(f"ADVICE, {engine.engine}: {advice}")
         for note in engine.notes:
             print(f"NOTE, {engine.engine}: {note}")
+    print("For constraint: lagrangian alone (docs/calibration.md, the rule for ε):")
     for engine in calibration.engines:
-        print(f"{engine.tolerance.config_line}  # {engine.engine}, measured on {settings['prompts']} prompts")
+        print(f"  {engine.tolerance.config_line}  # {engine.engine}, measured on {settings['prompts']} prompts")
+    for engine in calibration.engines:
+        for advice in engine.diagnosis.advice if engine.diagnosis is not None else []:
+            print(f"CONCLUSION, {engine.engine}: {advice}")
 
 
 def _known(estimate: Estimate | None) -> str:

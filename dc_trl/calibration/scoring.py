@@ -34,7 +34,10 @@ def train_logps(
     add_fused_lm_head(base, temperature=settings.temperature)
     policy.eval()
     try:
-        with tqdm(total=len(rollouts), unit="completion", desc="scoring", disable=not settings.progress) as bar:
+        # One pass of many leaves no bar behind.
+        with tqdm(
+            total=len(rollouts), unit="completion", desc="scoring", leave=False, disable=not settings.progress
+        ) as bar:
             while order:
                 longest = max(map(len, prompts)) + len(rollouts[order[0]].ids)
                 size = max(1, settings.batch_tokens // longest)

@@ -33,7 +33,7 @@ def reading_of_lag(k3: float) -> str:
     """Return what the lag's k3 means for plain GRPO and what to do about it, as a clause that follows the number."""
     if k3 < LAG_COSTS:
         return f"below {LAG_COSTS:g}: such a lag cost our tiny models little, so change nothing"
-    remedy = "lower weight_sync_steps, or use recipe='lag'; see docs/staleness.md"
+    remedy = "lower weight_sync_steps, or use recipe='lag'; see docs/which_one.md"
     if k3 > FAR:
         return f"above {FAR:g}: such a lag cost our tiny models 8 points of accuracy or more, so {remedy}"
     return (
@@ -104,5 +104,5 @@ def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
         return None
     return (
         f"constraint_form={settings.constraint_form!r} with {lag}: our runs with such a lag and λ 0.1 ended without "
-        "reward. Use recipe='lag', or rollout_correction='ppo_clip' with constraint='none'; see docs/staleness.md."
+        "reward. Use recipe='lag', or rollout_correction='ppo_clip' with constraint='none'; see docs/which_one.md."
     )
