@@ -31,9 +31,10 @@ extensions = [
 myst_enable_extensions = ["dollarmath"]
 html_math_renderer = "mathml"
 exclude_patterns = ["_static"]
-# The results are shown on the site too, and stand beside the code that makes them.
-RESULTS = Path(__file__).parents[1] / "scripts" / "study" / "RESULTS.md"
-Path(__file__).with_name("results.md").write_text("# Results of the study\n", encoding="utf-8")
+# Pages of the site that stand beside the code that makes them.
+ELSEWHERE = {"results": "scripts/study/RESULTS.md", "geometry": "notebooks/geometry.md"}
+for page in ELSEWHERE:
+    Path(__file__).with_name(f"{page}.md").touch()
 myst_heading_anchors = 3  # links to a heading, as on GitHub
 smartquotes = False  # quotes are those of code and of messages
 
@@ -54,18 +55,19 @@ maximum_signature_line_length = 88
 
 
 def setup(app: Any) -> None:
-    app.connect("source-read", show_results)
+    app.connect("source-read", show_elsewhere)
     app.connect("autodoc-process-docstring", read_hugging_face_style, priority=400)  # before napoleon's
     app.connect("autodoc-process-signature", shorten_signature)
 
 
-def show_results(app, docname: str, source: list[str]) -> None:
-    """The page `results` is RESULTS, and links of other pages to RESULTS lead to it."""
-    if docname == "results":
-        app.env.note_dependency(str(RESULTS))
-        source[0] = RESULTS.read_text(encoding="utf-8").replace("](../../docs/", "](")
-    else:
-        source[0] = source[0].replace("](../scripts/study/RESULTS.md", "](results.md")
+def show_elsewhere(app, docname: str, source: list[str]) -> None:
+    """Show the pages of `ELSEWHERE`, and let links of other pages to them lead there."""
+    if docname in ELSEWHERE:
+        file = Path(__file__).parents[1] / ELSEWHERE[docname]
+        app.env.note_dependency(str(file))
+        source[0] = re.sub(r"\]\((?:\.\./)+docs/", "](", file.read_text(encoding="utf-8"))
+    for name, path in ELSEWHERE.items():
+        source[0] = source[0].replace(f"](../{path}", f"]({name}.md")
     source[0] = re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", source[0])  # a line does not end before its unit
 
 
