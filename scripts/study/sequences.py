@@ -10,6 +10,8 @@ import json
 import random
 import re
 import shutil
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,10 +36,21 @@ def sequence_problems(size: int, seed: int) -> list[dict[str, str]]:
     return list(problems.values())
 
 
-def continues_the_sequence(completions: list[str], answer: list[str], **kwargs: object) -> list[float]:
-    """Return 1 where a completion begins with the answer, and else 0."""
+def continues_the_sequence(
+    completions: list[str],
+    answer: list[str],
+    kind: list[str],
+    log_metric: Callable[[str, float], None] | None = None,
+    **kwargs: object,
+) -> list[float]:
+    """Return 1 where a completion begins with the answer, and else 0; in training, log the mean of each kind."""
     firsts = [re.match(r"\s*(\d+)", text) for text in completions]
-    return [float(first is not None and first[1] == gold) for first, gold in zip(firsts, answer, strict=True)]
+    rewards = [float(first is not None and first[1] == gold) for first, gold in zip(firsts, answer, strict=True)]
+    if log_metric is not None:
+        for name in dict.fromkeys(kind):
+            of_kind = [reward for reward, each in zip(rewards, kind, strict=True) if each == name]
+            log_metric(f"accuracy/{name}", statistics.fmean(of_kind))
+    return rewards
 
 
 @torch.no_grad()

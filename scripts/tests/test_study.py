@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import fields
 from itertools import combinations, product
 
@@ -36,6 +37,7 @@ from tests.helpers import ROOT, TINY_MODEL, load_script, make_config, refuses, s
 
 asynchronous = load_script("study/asynchronous")
 counting = load_script("study/counting")
+sequences = load_script("study/sequences")
 sorting = load_script("sorting")
 word_lists = load_script("word_lists")
 
@@ -513,6 +515,30 @@ def test_every_cell_is_a_configuration(tmp_path):
         config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump(cell))
         RunArguments.parse(["--config", str(config)])  # refuses what contradicts itself
+
+
+def test_sequences_have_no_constant_answer_and_are_logged_by_kind():
+    problems = sequences.sequence_problems(1100, 0)
+    assert max(Counter(problem["answer"] for problem in problems).values()) < 0.02 * len(problems)
+    for problem in problems:
+        a, b, c, d, last = map(int, [*problem["prompt"].rstrip(",").split(", "), problem["answer"]])
+        assert b - a == c - b == d - c == last - d
+        assert (b > a) == (problem["kind"] == "upward")
+    logged = {}
+    rewards = sequences.continues_the_sequence(
+        [" 12, 15", "12", "120", "no"], ["12"] * 4, ["upward", "downward", "downward", "downward"], logged.__setitem__
+    )
+    assert rewards == [1.0, 1.0, 0.0, 0.0]
+    assert logged == {"accuracy/upward": 1.0, "accuracy/downward": pytest.approx(1 / 3)}
+
+
+def test_registered_runs_of_a_real_model_can_be_made(tmp_path):
+    study = load_study(SWEEPS.with_name("real_lag"))
+    assert all(len(sweep.seeds) >= 2 for sweep in study.sweeps)
+    for job in study.jobs(tmp_path / "out"):
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(dict(study.base) | job.settings))
+        RunArguments.parse(["--config", str(config)])
 
 
 def test_the_page_is_what_its_raw_lines_say():
