@@ -295,7 +295,9 @@ def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
     assert "second is" in output
     for scheme in ("bf16", "int4"):
         cells = evaluation_table([Evaluation.load(tmp_path / scheme / RESULTS_FILE)])[1][0]
+        assert cells[0] == f"replica:{scheme}"  # as the command line names it
         assert all(cell in output for cell in cells)
+    assert "Avg." not in output  # of one benchmark
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_the_block_says_what_works_and_what_failed():
     assert "\nserver:fp8: failed in 41.5 s: ServerError: no kernel; vLLM 0.31.0\n" in shown
     assert bottom_line(results) in shown
     assert bottom_line(results) == (
-        "bottom line: trains with the replica in fp8; trains with a vLLM server in no scheme; failed: server:fp8"
+        "bottom line: trains with the replica in fp8; does not train with a vLLM server; failed: server:fp8"
     )
     assert "log: runs/doctor.log" in shown
     assert "log: runs/doctor.log" not in block(results[:1], {}, "runs/doctor.log")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ from dc_trl.records.page import write_report
 from dc_trl.records.panels import panels_of, plot_run
 from dc_trl.records.runs import Run, read_history, read_run
 
-from .helpers import Rollouts, make_config, make_trainer, read_json, refuses, succeed, write_rows
+from .helpers import ROOT, Rollouts, make_config, make_trainer, read_json, refuses, succeed, write_rows
 from .html_reader import Reader, require_self_contained
 
 
@@ -159,6 +160,17 @@ def test_benchmarks_have_panels_and_rows_of_their_own(tmp_path):
     reader = report_of(run)
     assert any(image["alt"].startswith("math/500 ü avg@4 over") for image in reader.all("img"))
     assert row_of(reader, "math/500 ü avg@4") == ["0.250 ± 0.020", "0.500 ± 0.020"]
+
+
+def test_what_the_page_on_collapsed_runs_looks_for_is_in_the_report(tmp_path):
+    page = (ROOT / "docs" / "collapsed.md").read_text().partition("## Find the cause")[2].partition("\n## ")[0]
+    columns = {
+        name for cells in re.findall(r"^\| (.*?) \|", page, re.M) for name in re.findall(r"`([a-z_/]+)`", cells)
+    }
+    columns -= {"lambda_max"}  # a setting
+    run = read_run(make_run(tmp_path / "run", rows=make_rows(20, **{name: float for name in columns})))
+    assert columns <= {panel.metric for panel in panels_of(run)}
+    assert len(columns) > 6
 
 
 def test_the_surge_is_drawn_where_it_is(tmp_path):

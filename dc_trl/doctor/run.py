@@ -153,7 +153,8 @@ def bottom_line(results: Sequence[Result]) -> str:
     parts = []
     for kind, words in (("step", "the replica"), ("server", "a vLLM server")):
         schemes = [r.name.partition(":")[2] for r in results if r.name.startswith(f"{kind}:") and r.status == "passed"]
-        parts.append(f"trains with {words} in {', '.join(schemes) or 'no scheme'}")
+        if any(result.name.startswith(f"{kind}:") for result in results):
+            parts.append(f"trains with {words} in {', '.join(schemes)}" if schemes else f"does not train with {words}")
     failed = ", ".join(result.name for result in results if result.status == "failed")
     return "bottom line: " + "; ".join(parts) + f"; failed: {failed or 'nothing'}"
 

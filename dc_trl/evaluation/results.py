@@ -51,6 +51,11 @@ class Evaluation:
     average: Estimate  # of avg@k over the benchmarks
     grading_failures: Mapping[str, int]
 
+    @property
+    def engine(self) -> str:
+        """The engine as a command line names it: a scheme, of the replica `"replica:fp8"`."""
+        return f"replica:{self.scheme}" if self.settings.get("engine") == "replica" else self.scheme
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the evaluation as JSON."""
         write_text(Path(path), json.dumps(asdict(self), indent=2) + "\n")
@@ -138,20 +143,20 @@ def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
         if failures := evaluation.grading_failures:
             reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(failures.items()))
             wrong = f"{sum(failures.values())} answers count as wrong because grading failed"
-            print(f"{evaluation.scheme}: {wrong} ({reasons})")
+            print(f"{evaluation.engine}: {wrong} ({reasons})")
     if len(evaluations) == 2:
         print_comparison(*evaluations)
 
 
 def print_comparison(first: Evaluation, second: Evaluation) -> None:
     """Print how the second evaluation differs from the first."""
-    title = f"{second.model} {second.scheme} against {first.model} {first.scheme}, percentage points"
+    title = f"{second.model} {second.engine} against {first.model} {first.engine}, percentage points"
     print_table(*comparison_table(first, second, compare(first, second)), title=title)
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
-    """Return a row for each benchmark of each evaluation, and one for the mean over its benchmarks."""
-    head = ["scheme", "benchmark", "problems", "avg@k", "95 %", "pass@k", "maj@k", "truncated", "mean tokens"]
+    """Return a row for each benchmark of each evaluation, and one for the mean over several."""
+    head = ["engine", "benchmark", "problems", "avg@k", "95 %", "pass@k", "maj@k", "truncated", "mean tokens"]
     rows = []
     for evaluation in evaluations:
         for name, result in evaluation.results.items():
@@ -159,7 +164,7 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
             interval = f"{100 * result.avg.low:.1f} – {100 * result.avg.high:.1f}"
             rows.append(
                 [
-                    evaluation.scheme,
+                    evaluation.engine,
                     f"{name} avg@{result.samples}",
                     f"{result.avg.problems}{ungraded}",
                     percent(result.avg),
@@ -171,7 +176,8 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
                     f"{result.mean_tokens:,.0f}",
                 ]
             )
-        rows.append([evaluation.scheme, "Avg.", "", percent(evaluation.average), *[""] * 5])
+        if len(evaluation.results) > 1:
+            rows.append([evaluation.engine, "Avg.", "", percent(evaluation.average), *[""] * 5])
     return head, rows
 
 

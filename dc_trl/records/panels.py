@@ -138,6 +138,29 @@ _MULTIPLIER = Panel(
     _CONSTRAINT, "multiplier λ", "Lagrange multiplier λ, the price of δ̄.", "lagrangian/lambda", _draw_multiplier
 )
 _K3 = Panel(_GAP, "KL (k3), nats", "KL(π_inf ‖ π_train), k3 estimator.", "discrepancy/k3_kl")
+_LAG_K3 = Panel(_GAP, "lag's KL (k3), nats", "k3 of what the weights did since they sampled.", "discrepancy/lag_k3_kl")
+_LOG_PPL = Panel(
+    _GAP,
+    "log-perplexity difference, nats",
+    "Mean |difference| of a completion's log-perplexity between the engines.",
+    "discrepancy/log_ppl_abs_diff",
+)
+_PENALTY = Panel(
+    _CONSTRAINT,
+    "mean penalty",
+    "What the constraint takes from a token's advantage.",
+    "lagrangian/penalty_mean",
+    _draw_any,
+)
+_CUT_OFF = Panel(
+    _COURSE, "cut off", "Share of the completions that the limit of tokens cut off.", "completions/clipped_ratio"
+)
+_EQUAL = Panel(
+    _COURSE,
+    "groups without spread",
+    "Share of the prompts whose completions all earned the same reward, which teach nothing.",
+    "frac_reward_zero_std",
+)
 _LENGTH = Panel(
     _COURSE,
     "response length",
@@ -159,7 +182,8 @@ def panels_of(run: Run) -> list[Panel]:
             Panel(_OUTCOME, label, caption.format(label), metric, _draw_evaluations)
             for label, metric in benchmark_metrics(run).items()
         ),
-        *(_DISCREPANCY, _LAG, _ENGINE, _AGE, _MULTIPLIER, _K3, _LENGTH, _LEARNING_RATE, _ENTROPY, _GRADIENT),
+        *(_DISCREPANCY, _LAG, _ENGINE, _AGE, _MULTIPLIER, _PENALTY, _K3, _LAG_K3, _LOG_PPL),
+        *(_LENGTH, _CUT_OFF, _EQUAL, _LEARNING_RATE, _ENTROPY, _GRADIENT),
     ]
     return [panel for panel in panels if run.series(panel.metric).steps]
 
