@@ -7,6 +7,7 @@ starts a server. `grading.checked_reward` checks what rewards return.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -14,12 +15,14 @@ import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
+from jinja2 import TemplateError
 from peft import PeftModel
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
 from .config import DCGRPOConfig
+from .data.prompts import ends_with_answer, require_messages, unread_text
 from .grading.checked_reward import checked_reward, excerpt, require_callable, reward_name
 from .quantization.adapter import require_adapter_beside
 from .quantization.policy import base_model
@@ -31,6 +34,7 @@ from .settings.pretrained import load_config
 logger = get_logger(__name__)
 
 _OF_A_CONFIG = {"revision", "trust_remote_code"}  # arguments that choose a model's configuration
+_ASKED = ("question", "problem", "query", "instruction", "input")  # columns of what is asked, in other data sets
 _LOOKED_AT = 256  # rows of a data set, from the first on; the others are looked at when they come
 _SAMPLED = 4096  # weights of a tensor that show whether a step of the learning rate changes it
 
@@ -188,8 +192,8 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
         if environments:
             return [], columns
         raise ValueError(
-            f"{name} has the columns {', '.join(map(repr, columns))} and none called 'prompt': rename yours, for "
-            f"example {name}.rename_column({columns[0]!r}, 'prompt')."
+            f"{name} has the columns {', '.join(map(repr, columns))} and none called 'prompt': "
+            f"{_to_prompt(name, rows[0])}."
         )
     text = isinstance(rows[0]["prompt"], str)
     for number, row in enumerate(rows):
@@ -198,6 +202,14 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
                 f"{name}: row {number} has prompt={excerpt(row['prompt'])}: the prompts are all text, or all of them "
                 "lists of messages, each with a role and a content. Leave out such rows, for example with filter."
             )
+        if not text:
+            require_messages(row["prompt"], images=True)
+        if ends_with_answer(row["prompt"]):
+            answer = excerpt(row["prompt"][-1]["content"])
+            raise ValueError(
+                f"{name}: the prompt of row {number} ends with the assistant's {answer}, which the policy would read "
+                "before it answers: leave that message out, and give what rewards compare with in another column."
+            )
     images = {"image", "images"} & {*columns}
     if images and isinstance(args, DCGRPOConfig) and args.vllm_server_base_urls:
         raise ValueError(
@@ -205,6 +217,21 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
             f"in place of vllm_server_base_urls={args.vllm_server_base_urls}."
         )
     return [row["prompt"] for row in rows], columns
+
+
+def _to_prompt(name: str, row: dict[str, Any]) -> str:
+    """Return how a data set with such rows gets the column `prompt`, without the answers."""
+    for column, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[-1], dict) and "role" in value[-1]:
+            if ends_with_answer(value):
+                return (
+                    f"{column!r} ends with the answer; leave that out, by "
+                    f"{name}.map(lambda row: {{'prompt': row[{column!r}][:-1]}})"
+                )
+            return f"rename {column!r}, by {name}.rename_column({column!r}, 'prompt')"
+    asked = next((column for column in _ASKED if isinstance(row.get(column), str)), None)
+    example = f", by {name}.rename_column({asked!r}, 'prompt')" if asked else ""
+    return f"rename the one that holds what is asked, without the answer{example}"
 
 
 def _require_comparable(args: DCGRPOConfig, own_rollouts: bool, adapted: bool) -> None:
@@ -401,6 +428,42 @@ def _require_end(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+def require_read(trainer: GRPOTrainer, prompts: list[Any], plain: bool = True) -> None:
+    """Refuse a conversation of which the chat template leaves out or changes a text, and would train on the rest.
+
+    Args:
+        trainer: trainer of a model of texts.
+        prompts: texts, which need no template, or conversations.
+        plain: whether conversations of a role and a text alone are looked at too.
+    """
+    render = partial(
+        trainer.processing_class.apply_chat_template,
+        tools=trainer.tools or None,
+        chat_template=trainer.chat_template,
+        add_generation_prompt=True,
+        tokenize=False,
+        **trainer.chat_template_kwargs,
+    )
+    for prompt, _ in groupby(prompts):
+        if isinstance(prompt, str) or not (plain or any(map(_is_rich, prompt))):
+            continue
+        require_messages(prompt)
+        try:
+            lost = unread_text(prompt, render)
+        except (TemplateError, TypeError) as error:
+            lost = error
+        if lost is not None:
+            raise ValueError(
+                f"the chat template does not read {excerpt(lost)} in the prompt that ends with "
+                f"{excerpt(prompt[-1]['content'])}: give each content as one text, and only roles and tool calls that "
+                "it knows, or set another tokenizer.chat_template."
+            )
+
+
+def _is_rich(message: dict[str, Any]) -> bool:
+    return message.keys() != {"role", "content"} or not isinstance(message["content"], str)
+
+
 def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
     """Refuse a loaded policy that would not learn, or does not fit tokenizer and prompts; check what rewards return.
 
@@ -428,7 +491,8 @@ def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
         limits = limits_of(policy, trainer._tokenizer, args.max_completion_length, context)
         if trainer.rollout_func is None and trainer.environment_factories is None:  # they make tokens or prompts
             for _, group in groupby(prompts, type):  # texts of one data set, conversations of another
-                prompt_ids = trainer._tokenize_prompts(alike := [*group])[0]
+                require_read(trainer, alike := [*group])
+                prompt_ids = trainer._tokenize_prompts(alike)[0]
                 limits.require(prompt_ids, alike)
                 limits.warn(prompt_ids)
     trainer.reward_funcs = [

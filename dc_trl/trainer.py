@@ -37,7 +37,7 @@ from trl.trainer.utils import get_config_model_id
 from .config import DCGRPOConfig
 from .constraint.constraint import Constraint
 from .files import written_beside
-from .gate import Limits, require_fit, require_runnable
+from .gate import Limits, require_fit, require_read, require_runnable
 from .grading.totals import finite_totals
 from .parts import parts_of
 from .parts.part import Parts, Rollout, Scores
@@ -311,6 +311,8 @@ class DCGRPOTrainer(GRPOTrainer):
             return prompt_ids, completion_ids, mask, completions, rollout.logprobs, *others
 
     def _tokenize_prompts(self, prompts):
+        if self._limits is not None and self.environment_factories is None:
+            require_read(self, prompts, plain=False)
         tokenized = super()._tokenize_prompts(prompts)
         if self._limits is not None:
             self._limits.require(tokenized[0], prompts)

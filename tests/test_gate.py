@@ -54,6 +54,10 @@ def gpt2_model():
     return GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=1, bos_token_id=1))
 
 
+def conversational(folder):
+    return saved(folder, make_model(), make_tokenizer())
+
+
 def tokenizer_with(**changes):
     tokenizer = plain_tokenizer()
     for name, value in changes.items():
@@ -103,6 +107,22 @@ MISTAKES = [
         {"rows": ["1+1="] * 7 + ["1" * 32]},
         ["has 32 tokens", "the model reads 32 in all"],
     ),
+    *(
+        (f"a {name} that the template does not read", conversational, {"rows": [prompt] * 8}, [words, "chat template"])
+        for name, prompt, words in (
+            ("list", [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}], "'text': '1+1='"),
+            (
+                "tool call",
+                [
+                    {"role": "user", "content": "1+1="},
+                    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "sum_of"}}]},
+                    {"role": "tool", "content": "2"},
+                ],
+                "sum_of",
+            ),
+        )
+    ),
+    ("a message without a role", conversational, {"rows": [[{"content": "1+1="}]] * 8}, ["'1+1='", "role"]),
     ("too few rows", None, {"rows": ["1+1="], "per_device_train_batch_size": 8}, ["has 1 rows", "takes 2", "=8"]),
     ("column of a reward", None, {"reward": "needs_solution"}, ["missing a required argument: 'solution'"]),
 ]
@@ -194,6 +214,7 @@ def stream(rows):
 
 
 USER = {"role": "user", "content": "1+1="}
+ANSWER = {"role": "assistant", "content": "2"}
 TABLE = {"question": ["1+1="] * 4, "solution": ["2"] * 4}
 
 # Each by what is passed in place of what `build` passes (a function is called with a folder), and what is said of it.
@@ -210,6 +231,18 @@ REFUSED = {
     "one of two evaluation sets": (
         {"eval_dataset": {"easy": make_prompts(), "hard": Dataset.from_dict(TABLE)}},
         ["eval_dataset['hard'] has the columns 'question'"],
+    ),
+    "an answer in the prompt": (
+        {"rows": Dataset.from_list(of_rows([USER, ANSWER])[:1] * 4)},
+        ["row 0", "assistant's '2'"],
+    ),
+    "an answer in the messages": (
+        {"rows": Dataset.from_dict({"messages": [[USER, ANSWER]] * 4})},
+        ["row['messages'][:-1]"],
+    ),
+    "an answer before the question": (
+        {"rows": Dataset.from_dict(dict(reversed(TABLE.items())))},
+        ["rename_column('question', 'prompt')"],
     ),
     "no reward": ({"rewards": None}, ["reward_funcs is not given"]),
 }
