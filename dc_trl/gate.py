@@ -6,7 +6,7 @@ starts a server. `grading.checked_reward` checks what rewards return.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -211,6 +211,12 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
                 "before it answers: leave that message out, and give what rewards compare with in another column."
             )
     images = {"image", "images"} & {*columns}
+    for column in images:
+        if not any(row.get(column) for row in rows):
+            raise ValueError(
+                f"{name}: the column {column!r} has no image in its first {len(rows)} rows: leave it out, by "
+                f"{name}.remove_columns({column!r})."
+            )
     if images and isinstance(args, DCGRPOConfig) and args.vllm_server_base_urls:
         raise ValueError(
             f"{name} has {images.pop()!r}, and one server alone samples prompts with images: set vllm_server_base_url "
@@ -345,12 +351,14 @@ class Limits(NamedTuple):
         context: positions for prompt and completion together; None if no limit is known.
         extrapolates: whether positions beyond `context` can be computed (rotary, ALiBi), or the engine ends there.
         completion: largest number of tokens of a completion.
+        server: tokens of prompt and completion together for which a server that samples takes a request; None: any.
     """
 
     tokens: int
     context: int | None
     extrapolates: bool
     completion: int
+    server: int | None = None
 
     def require(self, prompt_ids: Sequence[Sequence[int]], prompts: list) -> None:
         """Raise a ValueError for the first of the prompts that is empty or that the model cannot read completely."""
@@ -365,6 +373,13 @@ class Limits(NamedTuple):
                     f"{self.tokens} rows: "
                     "give the tokenizer of this model, or make room by model.resize_token_embeddings(len(tokenizer)) "
                     "and train with tokens that it knows."
+                )
+            if self.server is not None and len(ids) + self.completion > self.server:
+                raise ValueError(
+                    f"the prompt {excerpt(prompt)} has {len(ids)} tokens, with max_completion_length="
+                    f"{self.completion}, and the vLLM server takes {self.server} in all: lower max_completion_length, "
+                    "start the server with a larger --max-model-len (vllm_max_model_length), or leave longer prompts "
+                    "out (max_prompt_length in a configuration, dataset.filter in Python)."
                 )
             room = 1 if self.extrapolates else self.completion
             if self.context is not None and len(ids) + room > self.context:
@@ -464,6 +479,29 @@ def _is_rich(message: dict[str, Any]) -> bool:
     return message.keys() != {"role", "content"} or not isinstance(message["content"], str)
 
 
+def _alike(trainer: GRPOTrainer, prompts: list[Any]) -> Iterator[list[Any]]:
+    """Yield the texts of one data set, the conversations of another; nothing where others make tokens or prompts."""
+    if trainer.rollout_func is None and trainer.environment_factories is None:
+        for _, group in groupby(prompts, type):
+            yield [*group]
+
+
+def within_server(trainer: GRPOTrainer, limits: Limits, context: int, prompts: list[Any]) -> Limits:
+    """Return the limits with those of the server that samples; refuse a prompt for which it has no room.
+
+    Args:
+        trainer: trainer with its server.
+        limits: limits of its policy.
+        context: largest number of tokens of prompt and completion together that the server takes.
+        prompts: first prompts of the data sets.
+    """
+    asked = (trainer.args.generation_kwargs or {}).get("max_tokens", limits.completion)
+    limits = limits._replace(server=context, completion=asked)
+    for alike in _alike(trainer, prompts):
+        limits.require(trainer._tokenize_prompts(alike)[0], alike)
+    return limits
+
+
 def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
     """Refuse a loaded policy that would not learn, or does not fit tokenizer and prompts; check what rewards return.
 
@@ -489,12 +527,11 @@ def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
         context = args.vllm_max_model_length if args.use_vllm else None
         policy = base_model(trainer.model)
         limits = limits_of(policy, trainer._tokenizer, args.max_completion_length, context)
-        if trainer.rollout_func is None and trainer.environment_factories is None:  # they make tokens or prompts
-            for _, group in groupby(prompts, type):  # texts of one data set, conversations of another
-                require_read(trainer, alike := [*group])
-                prompt_ids = trainer._tokenize_prompts(alike)[0]
-                limits.require(prompt_ids, alike)
-                limits.warn(prompt_ids)
+        for alike in _alike(trainer, prompts):
+            require_read(trainer, alike)
+            prompt_ids = trainer._tokenize_prompts(alike)[0]
+            limits.require(prompt_ids, alike)
+            limits.warn(prompt_ids)
     trainer.reward_funcs = [
         function if isinstance(function, nn.Module) else checked_reward(function, name)
         for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)

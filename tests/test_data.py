@@ -3,11 +3,15 @@
 import copy
 import re
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
+import torch
 import trl
 from datasets import Dataset
 from jinja2 import TemplateError
@@ -17,6 +21,7 @@ from dc_trl.data.arithmetic import Problem, arithmetic_dataset, arithmetic_probl
 from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows, unread_text
 from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.grading import GRADING_COLUMNS
+from dc_trl.grading.rewards import arithmetic_reward
 
 from .helpers import ROOT, refuses, write_rows
 
@@ -63,6 +68,18 @@ def test_gold_answers():
     given = {"He had 3.\n#### 1,234": "1,234", 27.0: "27", 0.5: "0.5", None: None, "####": None}
     assert {value: gold_answer(value) for value in given} == given
     assert (gold_answer(["4"]), gold_answer(["4", "5"]), gold_answer(True)) == ("4", None, None)
+    scalars = [
+        np.int64(4),
+        np.float32(4),
+        np.array([4]),
+        torch.tensor(4),
+        torch.tensor([4.0]),
+        Decimal(4),
+        Fraction(4),
+    ]
+    assert {gold_answer(scalar) for scalar in scalars} == {"4"}
+    assert (gold_answer(Fraction(1, 2)), gold_answer(np.str_("4")), gold_answer(np.bool_(True))) == ("1/2", "4", None)
+    assert arithmetic_reward([r"\boxed{4}"], torch.tensor([4])) == [1.0]
 
 
 @pytest.fixture
