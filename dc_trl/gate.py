@@ -34,7 +34,6 @@ from .settings.pretrained import load_config
 logger = get_logger(__name__)
 
 _OF_A_CONFIG = {"revision", "trust_remote_code"}  # arguments that choose a model's configuration
-_ASKED = ("question", "problem", "query", "instruction", "input")  # columns of what is asked, in other data sets
 _LOOKED_AT = 256  # rows of a data set, from the first on; the others are looked at when they come
 _SAMPLED = 4096  # weights of a tensor that show whether a step of the learning rate changes it
 
@@ -202,17 +201,18 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
                 f"{name}: row {number} has prompt={excerpt(row['prompt'])}: the prompts are all text, or all of them "
                 "lists of messages, each with a role and a content. Leave out such rows, for example with filter."
             )
-        if not text:
-            require_messages(row["prompt"], images=True)
-        if ends_with_answer(row["prompt"]):
-            answer = excerpt(row["prompt"][-1]["content"])
-            raise ValueError(
-                f"{name}: the prompt of row {number} ends with the assistant's {answer}, which the policy would read "
-                "before it answers: leave that message out, and give what rewards compare with in another column."
-            )
+        if isinstance(prompt := row["prompt"], list):
+            require_messages(prompt, images=True)
+            if ends_with_answer(prompt):
+                answer = excerpt(prompt[-1]["content"])
+                raise ValueError(
+                    f"{name}: the prompt of row {number} ends with the assistant's {answer}, which the policy would "
+                    "read before it answers: leave that message out, and give what rewards compare with in another "
+                    "column."
+                )
     images = {"image", "images"} & {*columns}
     for column in images:
-        if not any(row.get(column) for row in rows):
+        if all(row[column] is None for row in rows):
             raise ValueError(
                 f"{name}: the column {column!r} has no image in its first {len(rows)} rows: leave it out, by "
                 f"{name}.remove_columns({column!r})."
@@ -228,16 +228,9 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
 def _to_prompt(name: str, row: dict[str, Any]) -> str:
     """Return how a data set with such rows gets the column `prompt`, without the answers."""
     for column, value in row.items():
-        if isinstance(value, list) and value and isinstance(value[-1], dict) and "role" in value[-1]:
-            if ends_with_answer(value):
-                return (
-                    f"{column!r} ends with the answer; leave that out, by "
-                    f"{name}.map(lambda row: {{'prompt': row[{column!r}][:-1]}})"
-                )
-            return f"rename {column!r}, by {name}.rename_column({column!r}, 'prompt')"
-    asked = next((column for column in _ASKED if isinstance(row.get(column), str)), None)
-    example = f", by {name}.rename_column({asked!r}, 'prompt')" if asked else ""
-    return f"rename the one that holds what is asked, without the answer{example}"
+        if isinstance(value, list) and value and isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
+            return f"{column!r} ends with the answer: {name}.map(lambda row: {{'prompt': row[{column!r}][:-1]}})"
+    return f"rename the one of what is asked, without the answer, by {name}.rename_column(..., 'prompt')"
 
 
 def _require_comparable(args: DCGRPOConfig, own_rollouts: bool, adapted: bool) -> None:
@@ -465,7 +458,7 @@ def require_read(trainer: GRPOTrainer, prompts: list[Any], plain: bool = True) -
         require_messages(prompt)
         try:
             lost = unread_text(prompt, render)
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, LookupError, AttributeError) as error:  # of a tool call too
             lost = error
         if lost is not None:
             raise ValueError(

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import CompileConfig, GenerationConfig
 from trl import GRPOTrainer
-from vllm import SamplingParams
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.sampling.replica import Replica
@@ -97,8 +96,7 @@ def test_what_is_accepted_changes_nothing(replica, tmp_path):
 
 
 # What else transformers and vLLM take: refused where it would be taken for mismatch.
-OTHERS = set(
-    """
+OTHERS = """
     early_stopping length_penalty forced_bos_token_id remove_invalid_values begin_suppress_tokens sequence_bias
     token_healing output_attentions output_hidden_states output_scores output_logits return_dict_in_generate
     encoder_no_repeat_ngram_size is_assistant num_assistant_tokens num_assistant_tokens_schedule
@@ -108,23 +106,32 @@ OTHERS = set(
     n watermarking prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids flat_logprobs
     output_kind stream_interval skip_clone output_text_buffer_length structured_outputs logit_bias allowed_token_ids
     extra_args bad_words skip_reading_prefix_cache thinking_token_budget repetition_detection
-    routed_experts_prompt_start trace_decode_token_ids
-    """.split()
-)
+    routed_experts_prompt_start trace_decode_token_ids response_format use_beam_search truncate_prompt_tokens
+    truncation_side add_special_tokens kv_transfer_params ec_transfer_params vllm_xargs
+    """
 
 
-def test_every_setting_of_transformers_is_known_and_restricts_nothing_by_default():
+@requires_vllm
+def test_every_setting_of_both_engines_is_known_and_restricts_nothing_by_default():
+    from vllm import SamplingParams
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
     known = {name: value for name, value in vars(GenerationConfig(do_sample=True, top_k=0)).items() if name[0] != "_"}
     assert not list(restrictions(known))
+    # What TRL's client and its request say themselves, and what asks for another answer than TRL's.
+    of_trl = {"model", "prompt", "return_token_ids", "return_tokens_as_token_ids", "return_token_offsets"}
+    others = {"prompt_embeds", "stream", "stream_options", "echo", "suffix"}
     of_vllm = {name for name in SamplingParams.__struct_fields__ if name[0] != "_"}
-    assert of_vllm == VLLM_SETTINGS
-    restricting = {name for name, _, _ in restrictions(dict.fromkeys(known.keys() | of_vllm, "some"))}
-    assert restricting - OTHERS == {*RESTRICTING, *TRUNCATIONS} | {
+    of_vllm |= CompletionRequest.model_fields.keys() - of_trl - others
+    assert of_vllm <= VLLM_SETTINGS  # an older one may know less
+    others_known = {*OTHERS.split()}
+    restricting = {name for name, _, _ in restrictions(dict.fromkeys(known.keys() | VLLM_SETTINGS, "some"))}
+    assert restricting - others_known == {*RESTRICTING, *TRUNCATIONS} | {
         *("eta_cutoff", "encoder_repetition_penalty", "min_length", "num_beams", "num_return_sequences"),
         *("guidance_scale", "presence_penalty", "frequency_penalty", "min_tokens", "logprobs"),
     }
-    assert OTHERS < restricting
-    assert OUT_OF_REPLICA < known.keys()
+    assert others_known < restricting
+    assert known.keys() > OUT_OF_REPLICA
 
 
 def test_only_truncation_is_corrected_for():

@@ -320,7 +320,7 @@ def test_log_probabilities_that_none_can_be_are_refused_of_a_rollout_func(tmp_pa
     config = make_config(tmp_path, max_steps=1)
     for edit, words in (
         (lambda call, ids, logps: logps[1].__setitem__(0, value), ["completion 1", "in nats"]),
-        (lambda call, ids, logps: logps[2].append(-1.0), ["completion 2", f"for "]),
+        (lambda call, ids, logps: logps[2].append(-1.0), ["completion 2", "for "]),
         (
             lambda call, ids, logps: logps[0].__setitem__(slice(None), [0.5] * len(ids[0])),
             ["completion 0", "logarithms"],

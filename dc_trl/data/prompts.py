@@ -166,26 +166,22 @@ def prompt_of(
         ValueError: a message is no text, or the tokenizer has no chat template for those of others than the user.
     """
     given = nested(row, column, "prompt_column")
-    if isinstance(given, list):
-        require_messages(given)
-        other = next((message["role"] for message in given if message["role"] != "user"), None)
-        if other is not None and tokenizer.chat_template is None:
-            raise ValueError(
-                f"prompt_column={column!r} has messages of the role {other!r}, and the tokenizer has no chat "
-                "template: use a tokenizer with one, or a column of texts."
-            )
+    text = text_of_prompt(given)
     if not isinstance(given, list) or tokenizer.chat_template is None:
-        text = text_of_prompt(given)
+        for message in given if isinstance(given, list) else ():
+            if message["role"] != "user":
+                raise ValueError(
+                    f"prompt_column={column!r} has messages of the role {message['role']!r}, and the tokenizer has no "
+                    "chat template: use a tokenizer with one, or a column of texts."
+                )
         return make_prompt(text, tokenizer, instruction) if text else ""
     # A file with columns has null for what a message does not have.
     messages = [{key: value for key, value in each.items() if value is not None or key == "content"} for each in given]
     if not messages or not "".join(parts_of(messages[-1])).strip():
         return ""
     if instruction:
-        asks = max(
-            (row for row, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1
-        )
-        content, added = messages[asks]["content"], f"\n\n{instruction}"
+        asks = next((row for row in reversed(range(len(messages))) if messages[row]["role"] == "user"), -1)
+        content, added = messages[asks]["content"] or "", f"\n\n{instruction}"
         more = [*content, {"type": "text", "text": added}] if isinstance(content, list) else content + added
         messages[asks] = messages[asks] | {"content": more}
     return messages
@@ -216,10 +212,12 @@ def ends_with_answer(prompt: Any) -> bool:
 
 
 def text_of_prompt(prompt: Any) -> str:
-    """Return the text, or what the user says in chat messages; "" for everything else."""
+    """Return the text, or what the user says in chat messages, last if others speak too; "" for everything else."""
     if isinstance(prompt, list):
-        texts = [part for message in prompt if message.get("role") == "user" for part in parts_of(message)]
-        prompt = "\n\n".join(texts) if all(isinstance(text, str) for text in texts) else None
+        require_messages(prompt)
+        others = any(message["role"] != "user" for message in prompt)
+        asked = [message for message in (prompt[-1:] if others else prompt) if message["role"] == "user"]
+        prompt = "\n\n".join(part for message in asked for part in parts_of(message))
     return prompt.strip() if isinstance(prompt, str) else ""
 
 

@@ -1,8 +1,9 @@
 r"""The text of an answer: found in a completion, and spelled in one way."""
 
 import re
+from decimal import Decimal
+from fractions import Fraction
 from itertools import accumulate
-from numbers import Number
 from typing import Any
 
 
@@ -94,7 +95,7 @@ def gold_answer(value: Any) -> str | None:
         return gold_answer(value.tolist())
     if isinstance(value, list) and len(value) == 1:
         return gold_answer(value[0])
-    if isinstance(value, Number) and not isinstance(value, bool | complex):
+    if isinstance(value, int | float | Decimal | Fraction) and not isinstance(value, bool):
         return str(int(value)) if value == value // 1 else str(value)
     if not isinstance(value, str):
         return None

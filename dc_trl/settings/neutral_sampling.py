@@ -12,29 +12,35 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Settings of when a completion ends, how it is computed and what is returned of it, which may have any value.
-_ANY_VALUE = frozenset(
+_ANY_VALUE = _names(
     "max_new_tokens max_length max_time max_tokens stop stop_token_ids include_stop_str_in_output ignore_eos"
     " seed bos_token_id eos_token_id pad_token_id decoder_start_token_id use_cache cache_implementation cache_config"
     " max_cache_len compile_config disable_compile prefill_chunk_size detokenize skip_special_tokens"
-    " spaces_between_special_tokens transformers_version"
+    " spaces_between_special_tokens transformers_version priority cache_salt request_id session_id user"
     " renormalize_logits"  # log-softmax, which leaves the softmax unchanged
-    " temperature".split()  # which both engines apply; see `restrictions`
+    " temperature"  # which both engines apply; see `restrictions`
 )
 # What the replica's `generate` would end by other means than tokens, or return in another form.
-OUT_OF_REPLICA = frozenset(
+OUT_OF_REPLICA = _names(
     "stop_strings num_beams num_return_sequences return_dict_in_generate penalty_alpha dola_layers constraints"
-    " force_words_ids prompt_lookup_num_tokens assistant_early_exit use_mtp speculation_type".split()
+    " force_words_ids prompt_lookup_num_tokens assistant_early_exit use_mtp speculation_type"
 )
-# What a vLLM server and its engine read (0.31); a server ignores other names.
-VLLM_SETTINGS = frozenset(
+# What vLLM's engine reads (0.31), and at the end what its server reads beside; a server ignores other names.
+VLLM_SETTINGS = _names(
     "n presence_penalty frequency_penalty repetition_penalty temperature watermarking top_p top_k min_p seed stop"
     " stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs prompt_logprob_token_ids"
     " prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tokens"
     " spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval skip_clone"
     " output_text_buffer_length structured_outputs logit_bias allowed_token_ids extra_args bad_words"
     " skip_reading_prefix_cache thinking_token_budget repetition_detection routed_experts_prompt_start"
-    " trace_decode_token_ids".split()
+    " trace_decode_token_ids priority cache_salt request_id session_id user response_format length_penalty"
+    " use_beam_search truncate_prompt_tokens truncation_side add_special_tokens kv_transfer_params ec_transfer_params"
+    " vllm_xargs"
 )
 # Values that have no effect; those of other settings are None, False and empty ones. The last is the recommended one.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
