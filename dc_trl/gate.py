@@ -367,20 +367,17 @@ class Limits(NamedTuple):
                     "give the tokenizer of this model, or make room by model.resize_token_embeddings(len(tokenizer)) "
                     "and train with tokens that it knows."
                 )
-            if self.server is not None and len(ids) + self.completion > self.server:
-                raise ValueError(
-                    f"the prompt {excerpt(prompt)} has {len(ids)} tokens, with max_completion_length="
-                    f"{self.completion}, and the vLLM server takes {self.server} in all: lower max_completion_length, "
-                    "start the server with a larger --max-model-len (vllm_max_model_length), or leave longer prompts "
-                    "out (max_prompt_length in a configuration, dataset.filter in Python)."
-                )
-            room = 1 if self.extrapolates else self.completion
-            if self.context is not None and len(ids) + room > self.context:
-                raise ValueError(
-                    f"the prompt {excerpt(prompt)} has {len(ids)} tokens, with max_completion_length="
-                    f"{self.completion}, and the model reads {self.context} in all: lower max_completion_length, or "
-                    "leave longer prompts out (max_prompt_length in a configuration, dataset.filter in Python)."
-                )
+            bounds = (
+                (self.context, 1 if self.extrapolates else self.completion, "the model reads"),
+                (self.server, self.completion, "the vLLM server (--max-model-len) takes"),
+            )
+            for bound, room, reads in bounds:
+                if bound is not None and len(ids) + room > bound:
+                    raise ValueError(
+                        f"the prompt {excerpt(prompt)} has {len(ids)} tokens, with max_completion_length="
+                        f"{self.completion}, and {reads} {bound} in all: lower max_completion_length, or leave longer "
+                        "prompts out (max_prompt_length in a configuration, dataset.filter in Python)."
+                    )
 
     def warn(self, prompt_ids: Sequence[Sequence[int]]) -> None:
         """Warn if the longest prompt and completion exceed the positions on which the model was trained."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
@@ -57,13 +58,15 @@ def build_sampler(trainer: Any) -> Sampler:
     return Sampler(trainer, build_replica(trainer, args.deployment_scheme), truncates)
 
 
-def _measure_restrictions(trainer: Any, settings: dict[str, Any], place: str = "") -> None:
+def _measure_restrictions(
+    trainer: Any, settings: dict[str, Any], place: str = "", corrected: Collection[str] = TRUNCATIONS
+) -> None:
     """Note and warn of settings with which the discrepancy that is measured contains more than the engines' mismatch.
 
     Raises:
         ValueError: something acts on the discrepancy.
     """
-    if found := trainer.args.require_policys_distribution(settings, TRUNCATIONS, place):
+    if found := trainer.args.require_policys_distribution(settings, corrected, place):
         trainer.constraint.restrictions = trainer.constraint.restrictions | found
         logger.warning(restriction_warning(found, "leave it out, or give the value that has no effect"))
 
@@ -127,7 +130,7 @@ def build_vllm(trainer: Any) -> VLLMGeneration:
         requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
         left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
         taken = {name: of_model[name] for name in left_open if of_model.get(name) is not None}
-        _measure_restrictions(trainer, taken, _OF_MODEL)
+        _measure_restrictions(trainer, taken, _OF_MODEL, ())
         require_shared_embeddings(model)
         server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
         return server_mode(args, weight_sync, **of_trl)
