@@ -160,6 +160,7 @@ def test_completions_that_the_server_ends_at_a_text_are_not_cut_off(fp8_server, 
     """The tiny model writes steps that end with a semicolon."""
     rows = arithmetic_dataset(8, 0, "train")
     fields = {"generation_kwargs": {"stop": [";"]}, "mask_truncated_completions": True, "recipe": "trl"}
+    fields |= {"reward": lambda completions, **_: [float(number % 2) for number in range(len(completions))]}
     trainer = make_trainer(fp8_server.url, tmp_path, train_dataset=rows, max_steps=2, **fields)
     batches = Watch(trainer).batches
     trainer.train()
