@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from accelerate.logging import get_logger
+from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from .constraint.corrections import correction_of
@@ -12,10 +13,11 @@ from .constraint.forms import coefficient_of
 from .constraint.settings import ConstraintSettings
 from .constraint.thresholds import lag_warning
 from .quantization.schemes import SERVED_SCHEMES, require_scheme, require_served_scheme
+from .settings.command_line import nearest
 from .settings.contradictions import require_consistent
 from .settings.distribution import require_division
 from .settings.fields import require_fields, setting
-from .settings.neutral_sampling import TRUNCATIONS
+from .settings.neutral_sampling import TRUNCATIONS, VLLM_SETTINGS
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe, fill_in
 
@@ -201,6 +203,14 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     def _check_sampling(self) -> None:
         sampling, given = self.sampling, self.generation_kwargs or {}
+        of_transformers = vars(GenerationConfig()).keys()
+        known = VLLM_SETTINGS if self.use_vllm else of_transformers if self.deployment_scheme else given
+        for name in given:
+            if name not in known:
+                engine = "vLLM" if self.use_vllm else "transformers, and with it the replica,"
+                other = f"leave it out, or set use_vllm={not self.use_vllm}."
+                remedy = other if name in VLLM_SETTINGS | of_transformers else nearest(name, known, "leave it out.")
+                raise ValueError(f"generation_kwargs={given!r} has {name!r}, which {engine} would ignore: {remedy}")
         self.require_policys_distribution(given, TRUNCATIONS, "generation_kwargs")
         own = {name: value for name, value in sampling.items() if name not in given}
         self.require_policys_distribution(own, TRUNCATIONS)

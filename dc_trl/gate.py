@@ -6,7 +6,8 @@ starts a server. `grading.checked_reward` checks what rewards return.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -14,12 +15,14 @@ import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
+from jinja2 import TemplateError
 from peft import PeftModel
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
 from .config import DCGRPOConfig
+from .data.prompts import ends_with_answer, require_messages, unread_text
 from .grading.checked_reward import checked_reward, excerpt, require_callable, reward_name
 from .quantization.adapter import require_adapter_beside
 from .quantization.policy import base_model
@@ -188,8 +191,8 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
         if environments:
             return [], columns
         raise ValueError(
-            f"{name} has the columns {', '.join(map(repr, columns))} and none called 'prompt': rename yours, for "
-            f"example {name}.rename_column({columns[0]!r}, 'prompt')."
+            f"{name} has the columns {', '.join(map(repr, columns))} and none called 'prompt': "
+            f"{_to_prompt(name, rows[0])}."
         )
     text = isinstance(rows[0]["prompt"], str)
     for number, row in enumerate(rows):
@@ -198,13 +201,36 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
                 f"{name}: row {number} has prompt={excerpt(row['prompt'])}: the prompts are all text, or all of them "
                 "lists of messages, each with a role and a content. Leave out such rows, for example with filter."
             )
+        if isinstance(prompt := row["prompt"], list):
+            require_messages(prompt, images=True)
+            if ends_with_answer(prompt):
+                answer = excerpt(prompt[-1]["content"])
+                raise ValueError(
+                    f"{name}: the prompt of row {number} ends with the assistant's {answer}, which the policy would "
+                    "read before it answers: leave that message out, and give what rewards compare with in another "
+                    "column."
+                )
     images = {"image", "images"} & {*columns}
+    for column in images:
+        if all(row[column] is None for row in rows):
+            raise ValueError(
+                f"{name}: the column {column!r} has no image in its first {len(rows)} rows: leave it out, by "
+                f"{name}.remove_columns({column!r})."
+            )
     if images and isinstance(args, DCGRPOConfig) and args.vllm_server_base_urls:
         raise ValueError(
             f"{name} has {images.pop()!r}, and one server alone samples prompts with images: set vllm_server_base_url "
             f"in place of vllm_server_base_urls={args.vllm_server_base_urls}."
         )
     return [row["prompt"] for row in rows], columns
+
+
+def _to_prompt(name: str, row: dict[str, Any]) -> str:
+    """Return how a data set with such rows gets the column `prompt`, without the answers."""
+    for column, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
+            return f"{column!r} ends with the answer: {name}.map(lambda row: {{'prompt': row[{column!r}][:-1]}})"
+    return f"rename the one of what is asked, without the answer, by {name}.rename_column(..., 'prompt')"
 
 
 def _require_comparable(args: DCGRPOConfig, own_rollouts: bool, adapted: bool) -> None:
@@ -318,12 +344,14 @@ class Limits(NamedTuple):
         context: positions for prompt and completion together; None if no limit is known.
         extrapolates: whether positions beyond `context` can be computed (rotary, ALiBi), or the engine ends there.
         completion: largest number of tokens of a completion.
+        server: tokens of prompt and completion together for which a server that samples takes a request; None: any.
     """
 
     tokens: int
     context: int | None
     extrapolates: bool
     completion: int
+    server: int | None = None
 
     def require(self, prompt_ids: Sequence[Sequence[int]], prompts: list) -> None:
         """Raise a ValueError for the first of the prompts that is empty or that the model cannot read completely."""
@@ -339,13 +367,17 @@ class Limits(NamedTuple):
                     "give the tokenizer of this model, or make room by model.resize_token_embeddings(len(tokenizer)) "
                     "and train with tokens that it knows."
                 )
-            room = 1 if self.extrapolates else self.completion
-            if self.context is not None and len(ids) + room > self.context:
-                raise ValueError(
-                    f"the prompt {excerpt(prompt)} has {len(ids)} tokens, with max_completion_length="
-                    f"{self.completion}, and the model reads {self.context} in all: lower max_completion_length, or "
-                    "leave longer prompts out (max_prompt_length in a configuration, dataset.filter in Python)."
-                )
+            bounds = (
+                (self.context, 1 if self.extrapolates else self.completion, "the model reads"),
+                (self.server, self.completion, "the vLLM server (--max-model-len) takes"),
+            )
+            for bound, room, reads in bounds:
+                if bound is not None and len(ids) + room > bound:
+                    raise ValueError(
+                        f"the prompt {excerpt(prompt)} has {len(ids)} tokens, with max_completion_length="
+                        f"{self.completion}, and {reads} {bound} in all: lower max_completion_length, or leave longer "
+                        "prompts out (max_prompt_length in a configuration, dataset.filter in Python)."
+                    )
 
     def warn(self, prompt_ids: Sequence[Sequence[int]]) -> None:
         """Warn if the longest prompt and completion exceed the positions on which the model was trained."""
@@ -401,6 +433,65 @@ def _require_end(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+def require_read(trainer: GRPOTrainer, prompts: list[Any], plain: bool = True) -> None:
+    """Refuse a conversation of which the chat template leaves out or changes a text, and would train on the rest.
+
+    Args:
+        trainer: trainer of a model of texts.
+        prompts: texts, which need no template, or conversations.
+        plain: whether conversations of a role and a text alone are looked at too.
+    """
+    render = partial(
+        trainer.processing_class.apply_chat_template,
+        tools=trainer.tools or None,
+        chat_template=trainer.chat_template,
+        add_generation_prompt=True,
+        tokenize=False,
+        **trainer.chat_template_kwargs,
+    )
+    for prompt, _ in groupby(prompts):
+        if isinstance(prompt, str) or not (plain or any(map(_is_rich, prompt))):
+            continue
+        require_messages(prompt)
+        try:
+            lost = unread_text(prompt, render)
+        except (TemplateError, TypeError, LookupError, AttributeError) as error:  # of a tool call too
+            lost = error
+        if lost is not None:
+            raise ValueError(
+                f"the chat template does not read {excerpt(lost)} in the prompt that ends with "
+                f"{excerpt(prompt[-1]['content'])}: give each content as one text, and only roles and tool calls that "
+                "it knows, or set another tokenizer.chat_template."
+            )
+
+
+def _is_rich(message: dict[str, Any]) -> bool:
+    return message.keys() != {"role", "content"} or not isinstance(message["content"], str)
+
+
+def _alike(trainer: GRPOTrainer, prompts: list[Any]) -> Iterator[list[Any]]:
+    """Yield the texts of one data set, the conversations of another; nothing where others make tokens or prompts."""
+    if trainer.rollout_func is None and trainer.environment_factories is None:
+        for _, group in groupby(prompts, type):
+            yield [*group]
+
+
+def within_server(trainer: GRPOTrainer, limits: Limits, context: int, prompts: list[Any]) -> Limits:
+    """Return the limits with those of the server that samples; refuse a prompt for which it has no room.
+
+    Args:
+        trainer: trainer with its server.
+        limits: limits of its policy.
+        context: largest number of tokens of prompt and completion together that the server takes.
+        prompts: first prompts of the data sets.
+    """
+    asked = (trainer.args.generation_kwargs or {}).get("max_tokens", limits.completion)
+    limits = limits._replace(server=context, completion=asked)
+    for alike in _alike(trainer, prompts):
+        limits.require(trainer._tokenize_prompts(alike)[0], alike)
+    return limits
+
+
 def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
     """Refuse a loaded policy that would not learn, or does not fit tokenizer and prompts; check what rewards return.
 
@@ -426,11 +517,11 @@ def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
         context = args.vllm_max_model_length if args.use_vllm else None
         policy = base_model(trainer.model)
         limits = limits_of(policy, trainer._tokenizer, args.max_completion_length, context)
-        if trainer.rollout_func is None and trainer.environment_factories is None:  # they make tokens or prompts
-            for _, group in groupby(prompts, type):  # texts of one data set, conversations of another
-                prompt_ids = trainer._tokenize_prompts(alike := [*group])[0]
-                limits.require(prompt_ids, alike)
-                limits.warn(prompt_ids)
+        for alike in _alike(trainer, prompts):
+            require_read(trainer, alike)
+            prompt_ids = trainer._tokenize_prompts(alike)[0]
+            limits.require(prompt_ids, alike)
+            limits.warn(prompt_ids)
     trainer.reward_funcs = [
         function if isinstance(function, nn.Module) else checked_reward(function, name)
         for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)

@@ -37,7 +37,7 @@ from trl.trainer.utils import get_config_model_id
 from .config import DCGRPOConfig
 from .constraint.constraint import Constraint
 from .files import written_beside
-from .gate import Limits, require_fit, require_runnable
+from .gate import Limits, require_fit, require_read, require_runnable, within_server
 from .grading.totals import finite_totals
 from .parts import parts_of
 from .parts.part import Parts, Rollout, Scores
@@ -54,7 +54,7 @@ from .run.resuming import given_rates, load_saved_weights, own_adapters, positio
 from .run.training_run import TrainingRun
 from .sampled_tokens import SampledTokens
 from .sampling.deployed_policy import greedy_completion_ids, greedy_completions, weighted_rewards
-from .sampling.empty_completions import sampled_only, with_nonempty_completions
+from .sampling.empty_completions import checked_rollouts, sampled_only
 from .sampling.engines import build_sampler
 from .settings.paths import shipped
 
@@ -193,7 +193,7 @@ class DCGRPOTrainer(GRPOTrainer):
             self._own_history = HistoryCallback()
             callbacks.insert(0, self._own_history)  # a user's callback finds the files of the same event written
         # TRL would build an engine without a deployment scheme. Ours is built below, when the rest exists.
-        use_vllm, args.use_vllm = args.use_vllm, False
+        use_vllm, args.use_vllm, args.acts = args.use_vllm, False, True
         try:
             super().__init__(
                 model,
@@ -208,14 +208,16 @@ class DCGRPOTrainer(GRPOTrainer):
                 quantization_config=quantization_config,
                 peft_config=peft_config,
                 tools=tools,
-                rollout_func=None if rollout_func is None else with_nonempty_completions(rollout_func),
+                rollout_func=None if rollout_func is None else checked_rollouts(rollout_func),
                 environment_factory=environment_factory,
             )
         finally:
-            args.use_vllm = use_vllm
+            args.use_vllm, args.acts = use_vllm, False
         self._limits = require_fit(self, prompts)
         self.use_vllm = use_vllm
         self.sampler = build_sampler(self)
+        if self._limits is not None and use_vllm and args.vllm_mode == "server":
+            self._limits = within_server(self, self._limits, self.vllm_generation.context, prompts)
         self.parts.extend(parts_of(self))
         self.checkpoints = Checkpoints(self)
         self.run = TrainingRun(self)
@@ -311,6 +313,8 @@ class DCGRPOTrainer(GRPOTrainer):
             return prompt_ids, completion_ids, mask, completions, rollout.logprobs, *others
 
     def _tokenize_prompts(self, prompts):
+        if self._limits is not None and self.environment_factories is None:
+            require_read(self, prompts, plain=False)
         tokenized = super()._tokenize_prompts(prompts)
         if self._limits is not None:
             self._limits.require(tokenized[0], prompts)

@@ -154,7 +154,8 @@ def completions(
         names = [f"token_id:{token}" for token in ids]
         tops = [{name: -1.0} for name in names]
         logprobs = {"token_logprobs": [-1.0] * len(ids), "top_logprobs": tops, "tokens": names}
-        choice = {"index": index, "text": "7", "finish_reason": "stop", "stop_reason": None}
+        reason = "stop" if ids[-1:] == [1] else "length"
+        choice = {"index": index, "text": "7", "finish_reason": reason, "stop_reason": None}
         choices.append(choice | {"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs})
         if routes is not None:
             np.save(file := io.BytesIO(), routes[index])

@@ -70,6 +70,7 @@ WRONG = {
 WRONG_LOGPS = {
     "no logprobs": of_last(logprobs=None),
     "a value NaN": of_logps("token_logprobs", math.nan),
+    "the value of a token that is never sampled": of_logps("token_logprobs", -9999.0),
     "a value above 0": of_logps("token_logprobs", 0.5),
     "another token's": of_logps("tokens", "token_id:77"),
     "one more": lambda answer: (answer["choices"][-1]["logprobs"]["token_logprobs"].append(-1.0), answer)[1],

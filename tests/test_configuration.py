@@ -2,7 +2,11 @@
 
 import pytest
 
+from dc_trl import DCGRPOConfig
 from dc_trl.command.arguments import RunArguments
+from dc_trl.settings.recipes import RECIPES
+
+from .helpers import ROOT
 
 
 @pytest.fixture
@@ -39,6 +43,25 @@ def parse(tmp_path):
 def test_values_are_what_their_user_means(parse, text, expected):
     found = parse(text)
     assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_of_the_command_line_decides_over_the_file(parse, recipe, tmp_path, capsys):
+    quickstart = (ROOT / "configs" / "quickstart.yaml").read_text()
+    decided = [*RECIPES[recipe], "discrepancy_tolerance", "lambda_init", "lambda_max"]
+    machine = {"deployment_scheme": "fp8", "use_cpu": True, "bf16": False}
+    alone = vars(DCGRPOConfig(str(tmp_path), recipe=recipe, **machine))
+    found = parse(quickstart, f"--recipe={recipe}")
+    if recipe == "paper":  # which the file has, with values of its own
+        assert (found["constraint"], found["discrepancy_tolerance"]) == ("lagrangian", 0.0012)
+        return
+    assert {name: found[name] for name in decided} == {name: alone[name] for name in decided}
+    said = capsys.readouterr().out
+    assert f"recipe={recipe!r}" in said
+    assert "constraint='lagrangian'" in said
+    # What the command line says itself stays.
+    found = parse(quickstart, "--recipe", recipe, "--epsilon", "0.3", "--constraint", "lagrangian")
+    assert (found["epsilon"], found["constraint"]) == (0.3, "lagrangian")
 
 
 @pytest.mark.parametrize(

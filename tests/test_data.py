@@ -1,17 +1,27 @@
 """Problems made on the spot, prompts from files, and problems as text."""
 
 import copy
+import re
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
+import torch
+import trl
 from datasets import Dataset
+from jinja2 import TemplateError
 
 from dc_trl.command.problems import DataArguments, load_data
 from dc_trl.data.arithmetic import Problem, arithmetic_dataset, arithmetic_problems, is_held_out
-from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows
+from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows, unread_text
 from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.grading import GRADING_COLUMNS
+from dc_trl.grading.rewards import arithmetic_reward
 
 from .helpers import ROOT, refuses, write_rows
 
@@ -58,6 +68,18 @@ def test_gold_answers():
     given = {"He had 3.\n#### 1,234": "1,234", 27.0: "27", 0.5: "0.5", None: None, "####": None}
     assert {value: gold_answer(value) for value in given} == given
     assert (gold_answer(["4"]), gold_answer(["4", "5"]), gold_answer(True)) == ("4", None, None)
+    scalars = [
+        np.int64(4),
+        np.float32(4),
+        np.array([4]),
+        torch.tensor(4),
+        torch.tensor([4.0]),
+        Decimal(4),
+        Fraction(4),
+    ]
+    assert {gold_answer(scalar) for scalar in scalars} == {"4"}
+    assert (gold_answer(Fraction(1, 2)), gold_answer(np.str_("4")), gold_answer(np.bool_(True))) == ("1/2", "4", None)
+    assert arithmetic_reward([r"\boxed{4}"], torch.tensor([4])) == [1.0]
 
 
 @pytest.fixture
@@ -94,20 +116,52 @@ def test_nested_columns_instruction_and_counts(tokenizer, rows):
     )
 
 
-def test_system_prompts_and_earlier_turns_are_kept(tokenizer):
+def test_messages_reach_the_template_as_they_are(tokenizer, tmp_path):
     system, example = {"role": "system", "content": "Think."}, {"role": "assistant", "content": "2"}
     first, question = {"role": "user", "content": "1+1?"}, {"role": "user", "content": "2+3?"}
-    rows = [[system, question], [system, first, example, question], [first, example], [first, question]]
-    data = Dataset.from_list([{"prompt": messages, "answer": "5"} for messages in rows])
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}]
+    result = {"role": "tool", "name": "add", "content": "5"}
+    used = [question, {"role": "assistant", "content": None, "tool_calls": calls}, result]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
+    rows = [[system, question], [system, first, example, question], [first, example], [first, question], used, parts]
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": messages, "answer": "5"} for messages in rows])
+    data = load_rows(str(tmp_path / "rows.jsonl"))
+    assert load_prompts(data, tokenizer)[0]["prompt"][:] == [*rows[:2], *rows[3:]]
     prompts, counts = load_prompts(data, tokenizer, "prompt", "answer", "Box it.")
     boxed = {"role": "user", "content": "2+3?\n\nBox it."}
     assert prompts["prompt"][:2] == [[system, boxed], [system, first, example, boxed]]
-    assert prompts["prompt"][2] == [{"role": "user", "content": "1+1?\n\n2+3?\n\nBox it."}]
-    assert counts == {"rows": 4, "kept": 3, "without prompt": 1}  # one has no question at its end
+    assert prompts["prompt"][2:4] == [[first, boxed], [boxed, *used[1:]]]
+    assert prompts["prompt"][4][0]["content"] == [*parts[0]["content"], {"type": "text", "text": "\n\nBox it."}]
+    assert counts == {"rows": 6, "kept": 5, "with the answer at the end of the prompt": 1}
     plain = copy.copy(tokenizer)
     plain.chat_template = None
     with refuses(ValueError, "prompt_column='prompt'", "'system'", "column of texts"):
         load_prompts(data, plain, "prompt", "answer")
+
+
+@pytest.mark.parametrize("template", sorted(Path(trl.__file__).with_name("chat_templates").glob("*.jinja")))
+def test_what_a_template_leaves_out_or_prints_as_python_is_seen(tokenizer, template):
+    """By what every template that TRL ships makes of it."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template, tokenizer.bos_token = template.read_text(), "<s>"
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    call = {"type": "function", "function": {"name": "weather_of", "arguments": {"city": "Rome"}}}
+    asked = {"role": "user", "content": "What is 1+1?"}
+    conversations = [
+        ([asked | {"content": [{"type": "text", "text": asked["content"]}]}], [asked["content"]]),
+        ([{"role": "developer", "content": "Be brief."}, asked], ["Be brief.", asked["content"]]),
+        (
+            [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "Rain"}],
+            [asked["content"], "weather_of", "Rain"],
+        ),
+    ]
+    for messages, texts in conversations:
+        try:
+            shown = render(messages)
+        except (TemplateError, TypeError):
+            continue
+        reads = all(text in shown for text in texts) and not re.search("""['"]type['"]: ['"]text""", shown)
+        assert (unread_text(messages, render) is None) == reads, shown
 
 
 def test_what_grading_needs_is_carried_along(tokenizer):

@@ -16,14 +16,24 @@ import torch
 import trl
 from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+    Trainer,
+)
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.async_grpo import AsyncDCGRPOConfig
 from dc_trl.command.train import main
 from dc_trl.gate import warn_of_rounding
 from dc_trl.grading.checked_reward import checked_reward, is_async, require_rewards
 
-from .helpers import distinct_characters, make_config, make_model, make_prompts, make_tokenizer
+from .helpers import at_server, distinct_characters, make_config, make_model, make_prompts, make_tokenizer, refuses
+from .stub_server import stub_server
+from .vllm_server import requires_vllm
 
 
 LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
@@ -52,6 +62,10 @@ def adapter(folder):
 def gpt2_model():
     sizes = {"vocab_size": 262, "n_positions": 24, "n_embd": 16, "n_layer": 1, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=1, bos_token_id=1))
+
+
+def conversational(folder):
+    return saved(folder, make_model(), make_tokenizer())
 
 
 def tokenizer_with(**changes):
@@ -103,6 +117,22 @@ MISTAKES = [
         {"rows": ["1+1="] * 7 + ["1" * 32]},
         ["has 32 tokens", "the model reads 32 in all"],
     ),
+    *(
+        (f"a {name} that the template does not read", conversational, {"rows": [prompt] * 8}, [words, "chat template"])
+        for name, prompt, words in (
+            ("list", [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}], "'text': '1+1='"),
+            (
+                "tool call",
+                [
+                    {"role": "user", "content": "1+1="},
+                    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "sum_of"}}]},
+                    {"role": "tool", "content": "2"},
+                ],
+                "sum_of",
+            ),
+        )
+    ),
+    ("a message without a role", conversational, {"rows": [[{"content": "1+1="}]] * 8}, ["'1+1='", "role"]),
     ("too few rows", None, {"rows": ["1+1="], "per_device_train_batch_size": 8}, ["has 1 rows", "takes 2", "=8"]),
     ("column of a reward", None, {"reward": "needs_solution"}, ["missing a required argument: 'solution'"]),
 ]
@@ -194,6 +224,7 @@ def stream(rows):
 
 
 USER = {"role": "user", "content": "1+1="}
+ANSWER = {"role": "assistant", "content": "2"}
 TABLE = {"question": ["1+1="] * 4, "solution": ["2"] * 4}
 
 # Each by what is passed in place of what `build` passes (a function is called with a folder), and what is said of it.
@@ -201,7 +232,7 @@ REFUSED = {
     "not trainable": (lambda t: {"model": with_adapter(t)}, ["no trainable parameter", "is_trainable=True"]),
     "no rows": ({"rows": Dataset.from_dict({"prompt": []})}, ["train_dataset has 0 rows"]),
     "a split too many": ({"rows": DatasetDict({"train": make_prompts()})}, ["train_dataset is a DatasetDict"]),
-    "another column": ({"rows": Dataset.from_dict(TABLE)}, ["'question', 'solution'", "rename_column('question'"]),
+    "another column": ({"rows": Dataset.from_dict(TABLE)}, ["'question', 'solution'", "rename_column(..., 'prompt')"]),
     "no prompt in a row": ({"rows": Dataset.from_list(of_rows("1", None))}, ["row 1 has prompt=None", "filter"]),
     "two kinds": (
         {"rows": stream([{"prompt": "1"}, {"prompt": [USER]}]), "settings": {"per_device_train_batch_size": 8}},
@@ -210,6 +241,18 @@ REFUSED = {
     "one of two evaluation sets": (
         {"eval_dataset": {"easy": make_prompts(), "hard": Dataset.from_dict(TABLE)}},
         ["eval_dataset['hard'] has the columns 'question'"],
+    ),
+    "an answer in the prompt": (
+        {"rows": Dataset.from_list(of_rows([USER, ANSWER])[:1] * 4)},
+        ["row 0", "assistant's '2'"],
+    ),
+    "an answer in the messages": (
+        {"rows": Dataset.from_dict({"messages": [[USER, ANSWER]] * 4})},
+        ["row['messages'][:-1]"],
+    ),
+    "a column without images": (
+        {"rows": make_prompts().add_column("image", [None] * 16)},
+        ["column 'image' has no image", "remove_columns('image')"],
     ),
     "no reward": ({"rewards": None}, ["reward_funcs is not given"]),
 }
@@ -323,6 +366,34 @@ def test_what_is_looked_at_of_a_stream_comes_again(tmp_path):
     assert seen == ["0+1=", "1+1=", "2+1="]
 
 
+@requires_vllm
+def test_a_prompt_that_leaves_no_room_in_the_servers_context(tmp_path):
+    """Of 4096 tokens: vLLM would answer the first request with 400."""
+    model = make_model(max_position_embeddings=8192)
+    with stub_server() as server:
+        settings = at_server(server.url) | {"max_completion_length": 4090}
+        assert build(tmp_path, model, settings=settings).vllm_generation.context == 4096
+        with refuses(ValueError, "6 tokens", "max_completion_length=4091", "4096", "--max-model-len"):
+            build(tmp_path, model, settings=settings | {"max_completion_length": 4091})
+        assert "/v1/completions" not in server.asked
+
+
+# --- a configuration of ours in another trainer ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"deployment_scheme": "fp8"}, {"constraint": "lagrangian"}, {"recipe": "paper"}])
+def test_a_trainer_that_heeds_nothing_of_a_configuration_is_told(tmp_path, settings):
+    rest = {"train_dataset": make_prompts(), "processing_class": plain_tokenizer()}
+    config = make_config(tmp_path, **{"recipe": "trl"} | settings)
+    with refuses(TypeError, *(str(value) for value in settings.values() if value != "paper"), "use DCGRPOTrainer"):
+        trl.GRPOTrainer(make_model(), distinct_characters, config, **rest)
+    with refuses(TypeError, "constraint='static'", "use AsyncDCGRPOTrainer"):
+        Trainer(make_model(), AsyncDCGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, constraint="static"))
+    # Ours takes it, and what asks for nothing is anybody's.
+    DCGRPOTrainer(make_model(), distinct_characters, make_config(tmp_path, deployment_scheme="bf16"), **rest)
+    trl.GRPOTrainer(make_model(), distinct_characters, make_config(tmp_path, recipe="trl"), **rest)
+
+
 # --- warnings -------------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +447,7 @@ def test_the_share_that_stands_still_is_the_one_that_adam_leaves(caplog, dtype, 
 NO_REWARDS = {
     "a number": (lambda **_: 1.0, TypeError, "returned 1.0 ("),
     "too few": (lambda **_: [1.0], ValueError, "returned 1 rewards for 4 completions"),
+    "texts": (lambda **_: ["1"] * 4, TypeError, "returned ['1', '1', '1', '1'] (there are texts"),
     "infinite": (lambda **_: [0.0, math.inf, 0.0, 0.0], ValueError, "returned inf for completion 1"),
     "beyond float32": (lambda **_: [0, 0, 1e308, 0], ValueError, "returned 1e+308 for completion 2"),
 }

@@ -11,9 +11,9 @@ from trl import GRPOTrainer
 from dc_trl import DCGRPOTrainer
 from dc_trl.sampling.replica import Replica
 from dc_trl.serving.errors import ServerError
-from dc_trl.settings.neutral_sampling import TRUNCATIONS, restrictions
+from dc_trl.settings.neutral_sampling import OUT_OF_REPLICA, TRUNCATIONS, VLLM_SETTINGS, restrictions
 
-from .helpers import at_server, logged, make_config, make_model, make_trainer, plain_logps, refuses
+from .helpers import Watch, at_server, logged, make_config, make_model, make_trainer, plain_logps, refuses
 from .stub_server import stub_server
 from .vllm_server import requires_vllm
 
@@ -95,9 +95,43 @@ def test_what_is_accepted_changes_nothing(replica, tmp_path):
     make_config(tmp_path, use_vllm=True, generation_kwargs=of_vllm)
 
 
-def test_every_setting_of_transformers_is_known_and_restricts_nothing_by_default():
+# What else transformers and vLLM take: refused where it would be taken for mismatch.
+OTHERS = """
+    early_stopping length_penalty forced_bos_token_id remove_invalid_values begin_suppress_tokens sequence_bias
+    token_healing output_attentions output_hidden_states output_scores output_logits return_dict_in_generate
+    encoder_no_repeat_ngram_size is_assistant num_assistant_tokens num_assistant_tokens_schedule
+    assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit
+    assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type use_mtp penalty_alpha dola_layers
+    continuous_batching_config low_memory diversity_penalty num_beam_groups constraints force_words_ids stop_strings
+    n watermarking prompt_logprobs prompt_logprob_token_ids prompt_logprob_start logprob_token_ids flat_logprobs
+    output_kind stream_interval skip_clone output_text_buffer_length structured_outputs logit_bias allowed_token_ids
+    extra_args bad_words skip_reading_prefix_cache thinking_token_budget repetition_detection
+    routed_experts_prompt_start trace_decode_token_ids response_format use_beam_search truncate_prompt_tokens
+    truncation_side add_special_tokens kv_transfer_params ec_transfer_params vllm_xargs
+    """
+
+
+@requires_vllm
+def test_every_setting_of_both_engines_is_known_and_restricts_nothing_by_default():
+    from vllm import SamplingParams
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
     known = {name: value for name, value in vars(GenerationConfig(do_sample=True, top_k=0)).items() if name[0] != "_"}
     assert not list(restrictions(known))
+    # What TRL's client and its request say themselves, and what asks for another answer than TRL's.
+    of_trl = {"model", "prompt", "return_token_ids", "return_tokens_as_token_ids", "return_token_offsets"}
+    others = {"prompt_embeds", "stream", "stream_options", "echo", "suffix"}
+    of_vllm = {name for name in SamplingParams.__struct_fields__ if name[0] != "_"}
+    of_vllm |= CompletionRequest.model_fields.keys() - of_trl - others
+    assert of_vllm <= VLLM_SETTINGS  # an older one may know less
+    others_known = {*OTHERS.split()}
+    restricting = {name for name, _, _ in restrictions(dict.fromkeys(known.keys() | VLLM_SETTINGS, "some"))}
+    assert restricting - others_known == {*RESTRICTING, *TRUNCATIONS} | {
+        *("eta_cutoff", "encoder_repetition_penalty", "min_length", "num_beams", "num_return_sequences"),
+        *("guidance_scale", "presence_penalty", "frequency_penalty", "min_tokens", "logprobs"),
+    }
+    assert others_known < restricting
+    assert known.keys() > OUT_OF_REPLICA
 
 
 def test_only_truncation_is_corrected_for():
@@ -149,6 +183,58 @@ def test_without_a_constraint_the_replica_follows_them_as_trl_does(tmp_path):
         assert len(completions) >= 8
         assert not {token for ids in completions for token in ids} & set(range(2, 200))
         assert not {ids[0] for ids in completions} & set(range(200, 230))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"generation_kwargs": {"suppress_tokens": list(range(2, 150))}},
+        {"generation_kwargs": {"temperature": 2.0}},
+        {"repetition_penalty": 2.0},
+        {"of_model": {"suppress_tokens": list(range(2, 150))}},
+    ],
+)
+def test_what_is_measured_with_a_restriction_is_called_by_another_name(tmp_path, settings, caplog):
+    of_model = settings.get("of_model", {})
+    fields = {name: value for name, value in settings.items() if name != "of_model"}
+    trainer, _ = train(tmp_path, of_model, recipe="trl", **fields)
+    names = {name for row in trainer.state.log_history for name in row}
+    assert ("discrepancy/mean" in names, "discrepancy_truncated/mean" in names) == (not settings, bool(settings))
+    warned = [record.getMessage() for record in caplog.records if "discrepancy_truncated" in record.getMessage()]
+    given = {**of_model, **fields.get("generation_kwargs", fields)}
+    assert [[name in message for name in given] for message in warned] == [[True] for _ in given]
+
+
+@pytest.mark.parametrize("settings", [{"stop_strings": ["x"]}, {"num_beams": 2}])
+def test_what_the_replica_cannot_do_is_refused_of_the_model_too(tmp_path, settings):
+    ((name, value),) = settings.items()
+    for fields in ({"generation_kwargs": settings}, {"of_model": settings}):
+        with refuses(ValueError, f"{name}={value!r}", "use_vllm=True"):
+            train(tmp_path, **{"of_model": {}} | fields, recipe="trl")
+
+
+# --- what ends a completion -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_completion_that_the_engine_ends_is_not_cut_off(tmp_path, masked):
+    """By other tokens than the model's end tokens, for which alone TRL looks; at the longest length it is cut off."""
+    ends = {1, *range(60, 120)}
+    fields = {"generation_kwargs": {"eos_token_id": [*ends]}, "mask_truncated_completions": masked, "recipe": "trl"}
+    trainer = make_trainer(tmp_path, deployment_scheme="bf16", max_steps=1, length_aware_batches=False, **fields)
+    batches = Watch(trainer).batches
+    trainer.train()
+    (batch,) = batches
+    counted = batch["completion_mask"] * batch["tool_mask"]
+    cut = 0
+    for ids, counts in zip(batch["completion_ids"].tolist(), counted, strict=True):
+        length = next((number for number, token in enumerate(ids[:8], 1) if token in ends), 8)
+        ended = ids[length - 1] in ends
+        cut += not ended
+        assert counts.tolist() == [int(number < length and (ended or not masked)) for number in range(len(ids))]
+    assert 0 < cut < 4
+    assert logged(trainer, "completions/clipped_ratio") == [cut / 4]
 
 
 @requires_vllm

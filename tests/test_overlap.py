@@ -16,6 +16,7 @@ from dc_trl.run.manifest import checkpoint_defect
 from dc_trl.sampling.overlap import BackgroundRollout
 from dc_trl.sampling.sampler import AHEAD_FILE
 from dc_trl.sampling.schedule import LookAhead
+from dc_trl.serving.completions import EndToken, ended
 from dc_trl.serving.errors import ServerError
 
 from . import helpers
@@ -271,7 +272,7 @@ def test_experts_are_read_as_they_were_written(tmp_path):
         routed_experts = routes
 
         def generate(self, **asked):
-            return {"completion_ids": [[5, 6], []]}
+            return {"completion_ids": [ended([5, 6]), [], [5, 6]]}
 
     rollout = BackgroundRollout({"prompts": [[1, 2, 3], [4]], "generation_kwargs": {"stop": ["a"]}})
     rollout.start(Client())
@@ -281,6 +282,12 @@ def test_experts_are_read_as_they_were_written(tmp_path):
     assert np.array_equal(read.routed_experts[0], routes[0])
     assert read.routed_experts[0].dtype == np.uint16
     assert read.routed_experts[1] is None
+    assert read.output == {"completion_ids": [[5, 6], [], [5, 6]]}
+    assert [[type(token) for token in ids] for ids in read.output["completion_ids"]] == [
+        [int, EndToken],
+        [],
+        [int, int],
+    ]
 
 
 @requires_vllm

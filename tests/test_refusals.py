@@ -155,7 +155,7 @@ routing_replay: true, COLOCATED | routing_replay=True vllm_mode='colocate' 'serv
 recipe: paper, importance_sampling_level: sequence | sampling_level='sequence' constraint='lagrangian' 'token'
 recipe: paper, off_policy_mask_threshold: 0.01 | off_policy_mask_threshold=0.01 constraint='lagrangian' 'none'
 recipe: paper, TIS, MASKED | vllm_importance_sampling_mode='sequence_mask' constraint='lagrangian' rollout_correction
-recipe: paper, generation_kwargs: {temperature: 0.7} | generation_kwargs={'temperature': temperature=1.0
+recipe: paper, generation_kwargs: {temperature: 0.7} | temperature=0.7 generation_kwargs temperature constraint='none'
 recipe: paper, VLLM, vllm_structured_outputs_regex: x | vllm_structured_outputs_regex='x' constraint='lagrangian'
 # --- what the engine samples from
 recipe: paper, repetition_penalty: 1.1 | repetition_penalty=1.1 constraint='lagrangian' =1.0 constraint='none'
@@ -165,6 +165,11 @@ recipe: paper, generation_kwargs: {top_k: null} | top_k=None generation_kwargs t
 recipe: paper, generation_kwargs: '{"no_repeat_ngram_size": 7}' | no_repeat_ngram_size=7 generation_kwargs
 recipe: paper, generation_kwargs: {logprobs: 5} | logprobs=5 generation_kwargs logprobs=0
 recipe: paper, generation_kwargs: {bad_words: [a]} | bad_words=['a'] generation_kwargs bad_words
+deployment_scheme: fp8, generation_kwargs: {stop: [x]} | generation_kwargs={'stop': transformers use_vllm=True
+deployment_scheme: fp8, generation_kwargs: {stop_token_ids: [1]} | generation_kwargs={'stop_token_ids': use_vllm=True
+deployment_scheme: fp8, generation_kwargs: {max_new_token: 1} | generation_kwargs={'max_new_token': max_new_tokens
+VLLM, generation_kwargs: {suppress_tokens: [1]} | generation_kwargs={'suppress_tokens': vLLM use_vllm=False
+VLLM, generation_kwargs: {min_token: 1} | generation_kwargs={'min_token': min_tokens
 recipe: paper, top_p: 0.9, VLLM | top_k=0 top_p=0.9 min_p=None 20 use_vllm=False constraint='none'
 recipe: paper, generation_kwargs: {top_p: 0.5}, VLLM | top_p=0.5 top_k=0 constraint='none'
 recipe: paper, top_k: 50, COLOCATED | top_k=50 vllm_mode='colocate' 20 vllm_mode='server'

@@ -24,6 +24,7 @@ from .helpers import (
     make_model,
     make_prompts,
     plain_config,
+    refuses,
     untimed_rows,
 )
 from .stub_server import stub_server
@@ -311,6 +312,22 @@ def test_a_batch_without_a_measurement_leaves_lambda_where_the_last_one_put_it(t
     first, third = logged(trainer, "discrepancy/mean")
     assert min(first, third) > 0.05
     assert trainer.lagrange_multiplier.value == pytest.approx(0.1 + 0.5 * (first + third - 2 * 0.0037))
+
+
+@pytest.mark.parametrize("value", [0.5, -9999.0, math.inf, -math.inf, "x"])
+def test_log_probabilities_that_none_can_be_are_refused_of_a_rollout_func(tmp_path, tokenizer, value):
+    """By the bounds of a server's; TRL and the constraint would train on all of them."""
+    config = make_config(tmp_path, max_steps=1)
+    for edit, words in (
+        (lambda call, ids, logps: logps[1].__setitem__(0, value), ["completion 1", "in nats"]),
+        (lambda call, ids, logps: logps[2].append(-1.0), ["completion 2", "for "]),
+        (
+            lambda call, ids, logps: logps[0].__setitem__(slice(None), [0.5] * len(ids[0])),
+            ["completion 0", "logarithms"],
+        ),
+    ):
+        with refuses(ValueError, "rollout_func", *words):
+            make_trainer(config, tokenizer, Rollouts(edit=edit)).train()
 
 
 def filled_by_hand(prompts, trainer):

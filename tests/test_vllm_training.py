@@ -156,6 +156,23 @@ def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tm
     assert trainer.deployed_completions(["12+34="])  # greedy: what is kept is of no matter
 
 
+def test_completions_that_the_server_ends_at_a_text_are_not_cut_off(fp8_server, tmp_path):
+    """The tiny model writes steps that end with a semicolon."""
+    rows = arithmetic_dataset(8, 0, "train")
+    fields = {"generation_kwargs": {"stop": [";"]}, "mask_truncated_completions": True, "recipe": "trl"}
+    fields |= {"reward": lambda completions, **_: [float(number % 2) for number in range(len(completions))]}
+    trainer = make_trainer(fp8_server.url, tmp_path, train_dataset=rows, max_steps=2, **fields)
+    batches = Watch(trainer).batches
+    trainer.train()
+    semicolon = trainer.processing_class.convert_tokens_to_ids(";")
+    for batch in batches:
+        counted = batch["completion_mask"] * batch["tool_mask"]
+        last = [ids[counts.bool()][-1:].tolist() for ids, counts in zip(batch["completion_ids"], counted, strict=True)]
+        assert last == [[semicolon]] * len(last)
+    assert max(logged(trainer, "completions/clipped_ratio")) == 0
+    assert min(logged(trainer, "grad_norm")) > 0
+
+
 @pytest.mark.parametrize(
     "fields", [{"score_centering_top_k": 262}, {"score_centering_top_k": 6}, {"top_k": 6}], ids=str
 )

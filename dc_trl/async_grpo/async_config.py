@@ -11,7 +11,7 @@ from ..constraint.settings import ConstraintSettings
 from ..constraint.thresholds import lag_warning
 from ..settings.contradictions import Rule, refuse, require_consistent
 from ..settings.fields import setting
-from ..settings.neutral_sampling import truncation_warning
+from ..settings.neutral_sampling import restriction_warning
 
 
 logger = get_logger(__name__)
@@ -53,8 +53,8 @@ class AsyncDCGRPOConfig(ConstraintSettings, AsyncGRPOConfig):
         correction_of(self)
         refuse(self, RULES, "contradicts AsyncGRPO")
         require_consistent(self)
-        self.require_policys_distribution(self.sampling)
-        if self.compared_by is None and self.truncations:
-            logger.warning(truncation_warning(self.sampling, "AsyncGRPO knows none, so sample without truncation"))
+        self.restrictions = self.require_policys_distribution(self.sampling)
+        if self.restrictions:
+            logger.warning(restriction_warning(self.restrictions, "AsyncGRPO knows none, so leave them out"))
         if warning := lag_warning(self, "the asynchronous sampler of AsyncGRPO"):
             logger.warning(warning)

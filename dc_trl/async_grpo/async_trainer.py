@@ -138,22 +138,26 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         versions = args.max_staleness + _MORE_VERSIONS
         ages = 0 if args.split_by is None else versions * args.weight_sync_steps
         self.constraint = Constraint(args, ages, clips=True)
-        self.constraint.truncations = args.truncations
+        self.constraint.restrictions = args.restrictions
         self._step_of_version: dict[int, int] = {}  # the optimizer step of each version of the server's weights
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset=train_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            tools=tools,
-            environment_factory=environment_factory,
-            rollout_worker=rollout_worker,
-            weight_transfer=weight_transfer,
-        )
+        args.acts = True
+        try:
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                train_dataset=train_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                peft_config=peft_config,
+                tools=tools,
+                environment_factory=environment_factory,
+                rollout_worker=rollout_worker,
+                weight_transfer=weight_transfer,
+            )
+        finally:
+            args.acts = False
         require_trainable(self.model)
         limits_of(base_model(self.model), self.processing_class, args.max_completion_length)
         self._lagged: SamplerWeights | None = None

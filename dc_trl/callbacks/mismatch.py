@@ -8,7 +8,7 @@ from trl import GRPOTrainer
 from ..constraint.metrics import BatchStatistics, batch_metrics
 from ..constraint.settings import ConstraintSettings
 from ..sampled_tokens import SampledTokens, loss_mask
-from ..settings.neutral_sampling import TRUNCATIONS, truncations
+from ..settings.neutral_sampling import SAMPLING_FIELDS, restrictions
 
 
 class MismatchCallback(TrainerCallback):
@@ -31,8 +31,9 @@ class MismatchCallback(TrainerCallback):
         self._trainer = trainer
         self._statistics = BatchStatistics(ConstraintSettings())
         self._measured: Any = None  # the generation batch that was measured last
-        sampling = {name: getattr(trainer.args, name) for name in TRUNCATIONS} | (trainer.args.generation_kwargs or {})
-        self._truncated = bool(truncations(sampling))
+        args = trainer.args
+        sampling = {name: getattr(args, name) for name in SAMPLING_FIELDS} | (args.generation_kwargs or {})
+        self._truncated = any(restrictions(sampling, temperature=args.temperature))
 
     def on_step_end(self, args, state, control, **kwargs):
         batch = self._trainer._buffered_inputs

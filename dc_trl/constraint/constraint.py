@@ -22,7 +22,7 @@ from .thresholds import drift_warning
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -79,15 +79,15 @@ class Constraint:
         multiplier (`LagrangeMultiplier`): λ; it stays at its first value unless `constraint="lagrangian"`.
         weighs_score (`bool`): whether the weights of the correction are applied with the score; see
             `parts.score_centering`, which sets it.
-        truncations (`Mapping[str, Any]`): settings that truncate sampling, where the discrepancy contains what they
-            cut off; none by default.
+        restrictions (`dict[str, Any]`): settings with which the engine does not sample from the policy's
+            distribution, where the discrepancy contains what they change; none by default.
     """
 
     def __init__(self, settings: ConstraintSettings, ages: int = 0, clips: bool = False):
         self._settings, self._clips = settings, clips
         self.form = form_of(settings)
         self.correction = correction_of(settings)
-        self.truncations: Mapping[str, Any] = {}
+        self.restrictions: dict[str, Any] = {}
         self.weighs_score = False
         self._statistics = {"train": BatchStatistics(settings, ages), "eval": BatchStatistics(settings)}
         self.start_again()
@@ -133,12 +133,15 @@ class Constraint:
             return Report({}, [_NOTHING_MEASURED])
         settings, warnings = self._settings, []
         multiplier, target = None if self.form is None else self.multiplier, settings.constraint_target
-        metrics, mean = batch_metrics(sums, multiplier, target, bool(self.truncations)), mean_discrepancy(sums, target)
+        metrics, mean = (
+            batch_metrics(sums, multiplier, target, bool(self.restrictions)),
+            mean_discrepancy(sums, target),
+        )
         if mean is None:
             warnings.append(f"rollout_correction={settings.rollout_correction!r} masks all tokens: λ stays as it is.")
         if mode == "train":
             self._mean_discrepancy = mean
-            warning = None if self.truncations else drift_warning(settings, metrics, age, self._clips)
+            warning = None if self.restrictions else drift_warning(settings, metrics, age, self._clips)
             if warning is not None and not self._warned:
                 self._warned = True
                 warnings.append(warning)

@@ -131,6 +131,23 @@ class ConstraintSettings:
                 raise TypeError(unknown_field(name, known))
         return super().__new__(cls)
 
+    acts = False  # while a trainer is built that heeds these fields
+
+    @property
+    def place_model_on_device(self) -> None:
+        """What every trainer of transformers reads when it is built; None, its default.
+
+        Raises:
+            TypeError: the trainer heeds none of these fields, and one of them asks for something.
+        """
+        asked = "deployment_scheme" if self.deployment_scheme is not None else self.compared_by
+        if asked is not None and not self.acts:
+            ours = type(self).__name__.replace("Config", "Trainer")
+            raise TypeError(
+                f"{asked}={getattr(self, asked)!r} of a {type(self).__name__} acts in {ours} alone, and another "
+                f"trainer was given it as args: use {ours}, or TRL's own configuration."
+            )
+
     @property
     def correction_names(self) -> tuple[str, ...]:
         """Names of the corrections that `rollout_correction` combines; empty for "none"."""
@@ -197,22 +214,28 @@ class ConstraintSettings:
 
     def require_policys_distribution(
         self, sampling: Mapping[str, Any], corrected: Collection[str] = (), place: str = ""
-    ) -> None:
+    ) -> dict[str, Any]:
         """Refuse settings of generation with which engines that are compared do not sample from the policy.
 
         Args:
             sampling: settings by name.
             corrected: names of truncations that are corrected for.
             place: where the settings stand, if they are no fields.
+
+        Returns:
+            These settings, where nothing acts on the difference: the measured discrepancy contains what they do.
         """
-        if self.compared_by is None:
-            return
-        for name, value, remedy in restrictions(sampling, corrected):
+        found = {}
+        for name, value, remedy in restrictions(sampling, corrected, vars(self).get("temperature")):
+            found[name] = value
+            if self.compared_by is None:
+                continue
             raise ValueError(
                 f"{name}={value!r}{place and f' of {place}'} makes the engine sample from a distribution that is not "
                 f"the policy's, or report another's, and {self.comparison} would take that difference for mismatch: "
                 f"{remedy}{place and f' in {place}'} or {self.without_comparison}."
             )
+        return found
 
 
 _BOUND = r"\s*([\d.]+|inf)\s*"

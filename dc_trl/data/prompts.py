@@ -1,26 +1,28 @@
 """Prompts and gold answers from any data set: a Hub id, a local file, or the built-in arithmetic."""
 
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, Features, Value, load_dataset
+from datasets import Dataset, DatasetDict, Features, Json, Value, load_dataset
 from datasets.exceptions import DatasetsError
 from pyarrow import ArrowException
 from transformers import PreTrainedTokenizerBase
 
 from ..files import read_text
 from ..grading import GRADING_COLUMNS, Gold, gold_answer, is_gradable
+from ..grading.checked_reward import excerpt
 from ..settings.paths import READERS, is_data_file, require_data_file
 
 
 # The wording of Qwen2.5-Math's evaluation, which the Qwen models know.
 BOXED_INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 
-Prompt = str | list[dict[str, str]]
+Prompt = str | list[dict[str, Any]]
 
 _NOT_PASSED_ON = {"prompt", "answer", "image", "images", "prompts", "completions"}
 
@@ -79,7 +81,8 @@ def load_prompts(
 
     Args:
         tokenizer: with a chat template prompts become conversations, without one they stay text.
-        prompt_column: text, or a list of chat messages. A dot reads nested fields: `extra_info.question`.
+        prompt_column: text, or a list of chat messages, which reach the chat template as they are. A dot reads nested
+            fields: `extra_info.question`.
         answer_column: number, or text with the gold answer, of which only what follows `####` counts (GSM8K's form). A
             dot reads nested fields: `reward_model.ground_truth`.
         instruction: what the prompt says after the problem (see `make_prompt`).
@@ -101,20 +104,14 @@ def load_prompts(
     as_it_is = not graded and answer_column.split(".")[0] in rows.column_names
     kept: list[dict[str, Any]] = []
     for row in rows:
-        given = nested(row, prompt_column, "prompt_column")
-        question = text_of_prompt(given)
+        prompt = prompt_of(row, prompt_column, tokenizer, instruction)
         answer = nested(row, answer_column, "answer_column") if graded or as_it_is else None
         answer = gold_answer(answer) if graded else answer
         compared = {name: row[name] for name in GRADING_COLUMNS if graded and row.get(name) is not None}
-        earlier, prompt = earlier_messages(given), make_prompt(question, tokenizer, instruction)
-        if earlier and isinstance(prompt, str):
-            raise ValueError(
-                f"prompt_column={prompt_column!r} has messages of the role {earlier[0]['role']!r}, and the tokenizer "
-                "has no chat template: use a tokenizer with one, or a column of texts."
-            )
-        prompt = [*earlier, *prompt] if earlier else prompt
-        if not question:
+        if not prompt:
             counts["without prompt"] += 1
+        elif ends_with_answer(prompt):
+            counts["with the answer at the end of the prompt"] += 1
         elif graded and not is_gradable(Gold(answer or "", **compared)):
             counts["without a gold answer that can be parsed"] += 1
         elif max_prompt_length is not None and prompt_length(prompt, tokenizer) > max_prompt_length:
@@ -127,9 +124,8 @@ def load_prompts(
             f"prompt_column={prompt_column!r}, answer_column={answer_column!r}: none of the {len(rows)} rows can be "
             f"used ({describe_counts(dict(counts))}): check the columns and max_prompt_length."
         )
-    message = {"role": Value("string"), "content": Value("string")}
     features = {
-        "prompt": Value("string") if tokenizer.chat_template is None else [message],
+        "prompt": Value("string") if tokenizer.chat_template is None else [Json()],  # which adds no keys to messages
         "answer": reduce(getitem, answer_column.split("."), rows.features) if as_it_is else Value("string"),
         **{name: rows.features[name] for name in others},  # a column of nulls would lose its type
     }
@@ -159,24 +155,96 @@ def nested(row: Mapping[str, Any], column: str, field: str) -> Any:
     return value
 
 
-def earlier_messages(prompt: Any) -> list[dict[str, Any]]:
-    """Return the messages before the last one of a conversation in which others than the user speak too."""
-    messages = [message for message in prompt if isinstance(message, dict)] if isinstance(prompt, list) else []
-    if all(message.get("role") == "user" for message in messages):
-        return []
-    return [{key: message.get(key) for key in ("role", "content")} for message in messages[:-1]]
+def prompt_of(
+    row: Mapping[str, Any], column: str, tokenizer: PreTrainedTokenizerBase, instruction: str | None
+) -> Prompt:
+    """Return the prompt that a row has in a column, as a text or as messages; "" where there is none.
+
+    Messages stay as they are, and the last one of the user says the instruction too.
+
+    Raises:
+        ValueError: a message is no text, or the tokenizer has no chat template for those of others than the user.
+    """
+    given = nested(row, column, "prompt_column")
+    text = text_of_prompt(given)
+    if not isinstance(given, list) or tokenizer.chat_template is None:
+        for message in given if isinstance(given, list) else ():
+            if message["role"] != "user":
+                raise ValueError(
+                    f"prompt_column={column!r} has messages of the role {message['role']!r}, and the tokenizer has no "
+                    "chat template: use a tokenizer with one, or a column of texts."
+                )
+        return make_prompt(text, tokenizer, instruction) if text else ""
+    # A file with columns has null for what a message does not have.
+    messages = [{key: value for key, value in each.items() if value is not None or key == "content"} for each in given]
+    if not messages or not "".join(parts_of(messages[-1])).strip():
+        return ""
+    if instruction:
+        asks = next((row for row in reversed(range(len(messages))) if messages[row]["role"] == "user"), -1)
+        content, added = messages[asks]["content"] or "", f"\n\n{instruction}"
+        more = [*content, {"type": "text", "text": added}] if isinstance(content, list) else content + added
+        messages[asks] = messages[asks] | {"content": more}
+    return messages
+
+
+def require_messages(messages: list[Any], images: bool = False) -> None:
+    """Refuse messages without a role or a content, and a content that is no text, unless there may be images."""
+    for message in messages:
+        whole = isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+        if not whole or not (images or all(isinstance(part, str) for part in parts_of(message))):
+            raise ValueError(
+                f"the message {excerpt(message)} of a prompt is invalid: give its role and its content, a text or a "
+                "list of {'type': 'text', 'text': ...}, in each message."
+            )
+
+
+def parts_of(message: Mapping[str, Any]) -> list[Any]:
+    """Return the texts of a message, one for each part of its content; what is no text as it is."""
+    content = message["content"]
+    if isinstance(content, list):
+        return [part.get("text", part) if isinstance(part, dict) else part for part in content]
+    return [] if content is None else [content]
+
+
+def ends_with_answer(prompt: Any) -> bool:
+    """Return whether the last message of a conversation is the assistant's, which the policy would read."""
+    return isinstance(prompt, list) and bool(prompt) and prompt[-1]["role"] == "assistant"
 
 
 def text_of_prompt(prompt: Any) -> str:
     """Return the text, or what the user says in chat messages, last if others speak too; "" for everything else."""
     if isinstance(prompt, list):
-        earlier = earlier_messages(prompt)
-        last = prompt[-1:] if earlier else prompt
-        messages = [message for message in last if isinstance(message, dict) and message.get("role") == "user"]
-        texts: list[Any] = [message.get("content") for message in messages]
-        given = [*texts, *(message["content"] for message in earlier)]  # of images there may be lists
-        prompt = "\n\n".join(texts) if all(isinstance(text, str) for text in given) else None
+        require_messages(prompt)
+        others = any(message["role"] != "user" for message in prompt)
+        asked = [message for message in (prompt[-1:] if others else prompt) if message["role"] == "user"]
+        prompt = "\n\n".join(part for message in asked for part in parts_of(message))
     return prompt.strip() if isinstance(prompt, str) else ""
+
+
+def unread_text(conversation: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> Any:
+    """Return what a chat template leaves out of a conversation, or changes; None where it reads all texts.
+
+    Spaces do not count, nor does what an assistant thought (`<think>`), which templates leave out of earlier turns.
+
+    Args:
+        conversation: messages of texts.
+        render: returns what the template makes of messages.
+    """
+    shown = render(conversation)
+    squeezed = "".join(shown.split())
+    for message in conversation:
+        texts = parts_of(message)
+        if message["role"] == "assistant":
+            texts = [text.rpartition("</think>")[2] for text in texts]
+            texts += [call.get("function", call)["name"] for call in message.get("tool_calls") or ()]
+        for text in texts:
+            written = (text, json.dumps(text, ensure_ascii=False)[1:-1])  # which templates make of a tool's result
+            if not any("".join(each.split()) in squeezed for each in written):
+                return text
+        parts = message["content"] if isinstance(message["content"], list) else ()
+        if any(str(part) in shown or json.dumps(part, ensure_ascii=False) in shown for part in parts):
+            return parts  # printed as Python or JSON writes them
+    return None
 
 
 def make_prompt(problem: str, tokenizer: PreTrainedTokenizerBase, instruction: str | None) -> Prompt:

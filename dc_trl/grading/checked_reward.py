@@ -69,6 +69,9 @@ def require_rewards(name: str, rewards: Any, completions: int) -> list[float | N
     try:
         if isinstance(rewards, str | bytes | Mapping | Set):
             raise TypeError(f"a {type(rewards).__name__}")
+        rewards = list(rewards)
+        if any(isinstance(value, str | bytes) for value in rewards):
+            raise TypeError("there are texts among them")
         values = [math.nan if value is None else float(value) for value in rewards]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: a tensor of several numbers
         raise TypeError(f"reward function {name!r} returned {excerpt(rewards)} ({error}): {remedy}.") from error

@@ -1,6 +1,8 @@
 r"""The text of an answer: found in a completion, and spelled in one way."""
 
 import re
+from decimal import Decimal
+from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
@@ -89,9 +91,11 @@ def last_box(text: str) -> str | None:
 
 def gold_answer(value: Any) -> str | None:
     """Gold answer as text, None where there is none: whole numbers without a point, GSM8K's part after `####`."""
+    if hasattr(value, "tolist"):  # of NumPy or PyTorch, neither of which the grader's workers load
+        return gold_answer(value.tolist())
     if isinstance(value, list) and len(value) == 1:
         return gold_answer(value[0])
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float | Decimal | Fraction) and not isinstance(value, bool):
         return str(int(value)) if value == value // 1 else str(value)
     if not isinstance(value, str):
         return None

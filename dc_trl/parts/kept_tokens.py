@@ -23,7 +23,7 @@ from trl.trainer.utils import pad
 
 from ..quantization.policy import base_model, scaled_logits, unwrapped
 from ..sampling.named_tokens import KeptLogProb, NamedLogProb
-from ..settings.neutral_sampling import truncation_warning
+from ..settings.neutral_sampling import TRUNCATIONS, restriction_warning
 from .part import Part
 
 
@@ -238,7 +238,7 @@ class KeptTokens(Part):
         trainer, logprobs = self.trainer, rollout.logprobs
         if logprobs is None:
             return
-        args, device = trainer.args, trainer.accelerator.device
+        args, device, restrictions = trainer.args, trainer.accelerator.device, trainer.constraint.restrictions
         kept = Named.kept(logprobs, device)
         if kept is None:
             if args.compared_by is not None:
@@ -247,11 +247,11 @@ class KeptTokens(Part):
                     "were kept: return logprobs of type dc_trl.sampling.named_tokens.KeptLogProb from rollout_func, "
                     f"set top_p=1.0, top_k=0 and min_p=None, or {args.without_comparison}."
                 )
-            if not trainer.constraint.truncations:
-                logger.warning(truncation_warning(args.truncations, _REMEDY))
-            trainer.constraint.truncations = args.truncations
+            if not args.truncations.keys() <= restrictions.keys():
+                logger.warning(restriction_warning(args.truncations, _REMEDY))
+            trainer.constraint.restrictions = restrictions | args.truncations
             return
-        trainer.constraint.truncations = {}
+        trainer.constraint.restrictions = {name: restrictions[name] for name in restrictions.keys() - TRUNCATIONS}
         rollout.columns |= kept.columns("kept")
         if args.compared_by is None:  # the loss is TRL's
             rows = [torch.tensor([math.nan if value is None else value for value in row]) for row in logprobs]

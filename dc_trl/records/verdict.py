@@ -22,8 +22,8 @@ NOT_MEASURED = (
     "sample from an in-process replica that has them, or use_vllm=True."
 )
 COUNTS_TRUNCATION = (
-    "discrepancy_truncated/... contain what top_p, top_k or min_p have cut off. Set top_k too, or none of them; see "
-    "docs/concepts.md."
+    "discrepancy_truncated/... contain what settings of generation do to the sampled distribution (top_p, top_k or "
+    "min_p, of which top_k has to be among them, or a penalty). Leave them out; see docs/concepts.md."
 )
 
 

@@ -1,7 +1,9 @@
-"""Empty completions, which TRL cannot read: they are filled with a token that enters no loss."""
+"""Completions without an end token: where TRL needs one, they get one that enters no loss."""
 
 import math
 from functools import wraps
+
+from ..serving.completions import EndToken, require_log_probs
 
 
 class UnsampledToken(int):
@@ -11,45 +13,55 @@ class UnsampledToken(int):
     """
 
 
-def fill_empty(completion_ids, logprobs, eos_token_id):
-    """Give each empty completion an end token without a log-probability, which `sampled_only` excludes from the loss.
+def with_ends(completion_ids, logprobs, ends):
+    """Give an end token to empty completions, and to those that the engine ended with another token or a text.
 
-    TRL reads the last token of every completion, and an empty completion teaches nothing.
+    It has no log-probability, and `sampled_only` excludes it from the loss. TRL reads the last token of every
+    completion, and takes those that end with none of `ends` for cut off; the first of these is given.
     """
-    if all(len(ids) > 0 for ids in completion_ids):
+    missing = [len(ids) == 0 or (isinstance(ids[-1], EndToken) and ids[-1] not in ends) for ids in completion_ids]
+    if not any(missing):
         return completion_ids, logprobs
     if logprobs is not None:
-        logprobs = [
-            values if len(ids) > 0 else [math.nan] for ids, values in zip(completion_ids, logprobs, strict=True)
-        ]
-    return [ids if len(ids) > 0 else [UnsampledToken(eos_token_id)] for ids in completion_ids], logprobs
+        logprobs = [[*values, math.nan] if lacks else values for values, lacks in zip(logprobs, missing, strict=True)]
+    added = UnsampledToken(ends[0])
+    return [[*ids, added] if lacks else ids for ids, lacks in zip(completion_ids, missing, strict=True)], logprobs
 
 
 def sampled_only(completion_ids, tool_mask):
-    """Return TRL's mask of the tokens that the model wrote, with 0 at tokens of `fill_empty`; None if all count.
-
-    A token of `fill_empty` ends its completion: neither a tool nor a turn follows an empty answer.
-    """
-    filled = [isinstance(ids[-1], UnsampledToken) for ids in completion_ids]
-    if not any(filled):
-        return tool_mask
-    if tool_mask is None:
+    """Return TRL's mask of the tokens that the model wrote, with 0 at tokens of `with_ends`; None if all count."""
+    if tool_mask is None:  # then one turn, which such a token ends
+        if not any(isinstance(ids[-1], UnsampledToken) for ids in completion_ids):
+            return None
         tool_mask = [[1] * len(ids) for ids in completion_ids]
+    # The mask of an environment knows nothing of such a token.
     return [
-        [*mask[: len(ids) - 1], 0] if empty else mask
-        for ids, mask, empty in zip(completion_ids, tool_mask, filled, strict=True)
+        [0 if isinstance(token, UnsampledToken) else counts for token, counts in zip(ids, [*mask, 0], strict=False)]
+        for ids, mask in zip(completion_ids, tool_mask, strict=True)
     ]
 
 
-def with_nonempty_completions(rollout_func):
-    """Return a `rollout_func` for TRL whose empty completions are filled by `fill_empty`."""
+def checked_rollouts(rollout_func):
+    """Return a `rollout_func` for TRL that refuses wrong log-probabilities, and ends empty completions.
+
+    Its `ValueError` names the completion, what is wrong and the remedy.
+    """
 
     @wraps(rollout_func)
     def rollout(prompts, trainer):
         output = rollout_func(prompts, trainer)
         if not {"completion_ids", "logprobs"} <= output.keys():
             return output  # TRL's error names the missing keys
-        filled = fill_empty(output["completion_ids"], output["logprobs"], trainer._tokenizer.eos_token_id)
+        completion_ids, logprobs = output["completion_ids"], output["logprobs"]
+        for number, (ids, values) in enumerate(zip(completion_ids, logprobs or (), strict=logprobs is not None)):
+            try:
+                require_log_probs([math.nan if value is None else value for value in values], len(ids))
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"rollout_func: completion {number} has {error}: return the log-probability of each sampled "
+                    "token, in nats and at most 0, or NaN where it is not known."
+                ) from error
+        filled = with_ends(completion_ids, logprobs, [trainer._tokenizer.eos_token_id])
         return output | dict(zip(("completion_ids", "logprobs"), filled, strict=True))
 
     return rollout

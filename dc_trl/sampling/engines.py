@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
@@ -9,7 +10,14 @@ from transformers import ProcessorMixin
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..quantization.policy import base_model, require_shared_embeddings
-from ..settings.neutral_sampling import SERVER_DEFAULTS, TRUNCATIONS, truncations
+from ..settings.neutral_sampling import (
+    OUT_OF_REPLICA,
+    SERVER_DEFAULTS,
+    TRUNCATIONS,
+    restriction_warning,
+    restrictions,
+    truncations,
+)
 from .sampler import OverlappedSampler, Sampler
 
 
@@ -40,6 +48,7 @@ def build_sampler(trainer: Any) -> Sampler:
     args = trainer.args
     if trainer.use_vllm:
         engine = trainer.vllm_generation = build_vllm(trainer)
+        _measure_restrictions(trainer, args.sampling)
         if args.rollout_overlap:
             return OverlappedSampler(trainer, engine, bool(args.truncations), trainer.micro_batches_per_generation)
         return Sampler(trainer, engine, bool(args.truncations))
@@ -47,6 +56,19 @@ def build_sampler(trainer: Any) -> Sampler:
         return Sampler(trainer, None, bool(args.truncations))
     truncates = complete_generation_config(trainer)
     return Sampler(trainer, build_replica(trainer, args.deployment_scheme), truncates)
+
+
+def _measure_restrictions(
+    trainer: Any, settings: dict[str, Any], place: str = "", corrected: Collection[str] = TRUNCATIONS
+) -> None:
+    """Note and warn of settings with which the discrepancy that is measured contains more than the engines' mismatch.
+
+    Raises:
+        ValueError: something acts on the discrepancy.
+    """
+    if found := trainer.args.require_policys_distribution(settings, corrected, place):
+        trainer.constraint.restrictions = trainer.constraint.restrictions | found
+        logger.warning(restriction_warning(found, "leave it out, or give the value that has no effect"))
 
 
 def build_replica(trainer: Any, scheme: str) -> Replica:
@@ -108,7 +130,7 @@ def build_vllm(trainer: Any) -> VLLMGeneration:
         requested |= {"min_p": args.min_p or 0.0} | (args.generation_kwargs or {})
         left_open = [name for name in SERVER_DEFAULTS if requested.get(name) is None]
         taken = {name: of_model[name] for name in left_open if of_model.get(name) is not None}
-        args.require_policys_distribution(taken, place=_OF_MODEL)
+        _measure_restrictions(trainer, taken, _OF_MODEL, ())
         require_shared_embeddings(model)
         server_mode = OverlappedGeneration if args.rollout_overlap else ServerGeneration
         return server_mode(args, weight_sync, **of_trl)
@@ -125,19 +147,19 @@ def complete_generation_config(trainer: Any) -> bool:
         Whether the replica samples from a truncated distribution.
 
     Raises:
-        ValueError: these settings restrict sampling under a constraint, or end completions by their text.
+        ValueError: these settings restrict sampling under a constraint, or ask for more than sampling.
     """
     config = trainer.generation_config
     config.update(**base_model(trainer.model).generation_config.to_dict(), defaults_only=True)
     config.use_cache = True  # a model's configuration may say no, and each token would read all before it again
     if config.top_k == -1:  # vLLM's value for no limit
         config.top_k = 0
-    if config.stop_strings is not None:
-        raise ValueError(
-            f"stop_strings={config.stop_strings!r} end completions by their text, which the in-process replica "
-            "does not read: leave them out of generation_kwargs and of the model's generation_config, or sample "
-            "with vLLM (use_vllm=True, generation_kwargs={'stop': ...})."
-        )
     settings = {name: value for name, value in vars(config).items() if name[0] != "_"}
-    trainer.args.require_policys_distribution(settings, TRUNCATIONS, _OF_MODEL)
+    alone = {name: value for name, value in settings.items() if name in OUT_OF_REPLICA}
+    for name, value, remedy in restrictions(alone):
+        raise ValueError(
+            f"{name}={value!r} samples in a way that the in-process replica does not: {remedy} in generation_kwargs "
+            "and in the model's generation_config, or sample with vLLM (use_vllm=True)."
+        )
+    _measure_restrictions(trainer, settings, _OF_MODEL)
     return bool(truncations(settings))

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from ..files import read_object, write_text
 from ..serving.background import in_thread
+from ..serving.completions import EndToken, ended
 from ..serving.errors import ServerError
 from .vllm_backends import Generation, ServerGeneration, agree, raised_together
 
@@ -80,7 +81,9 @@ class BackgroundRollout:
     def save(self, path: Path) -> None:
         """Write the completions, or the request alone if they failed, as JSON for `load`, and their experts beside."""
         values = {name: getattr(self, name) for name in ("request", "seed", "output", "seconds", "waited")}
-        write_text(path, json.dumps(values | {"routes": len(self.routed_experts)}))
+        ids = [] if self.output is None else self.output["completion_ids"]
+        by_engine = [isinstance(row[-1], EndToken) if row else False for row in ids]
+        write_text(path, json.dumps(values | {"routes": len(self.routed_experts), "ended": by_engine}))
         routes = {str(i): np.ascontiguousarray(a) for i, a in enumerate(self.routed_experts) if a is not None}
         if routes:
             save_file(routes, path.with_suffix(".safetensors"))
@@ -91,6 +94,9 @@ class BackgroundRollout:
         values = read_object(path)
         rollout = cls(values["request"], values["seed"])
         rollout.output, rollout.seconds, rollout.waited = values["output"], values["seconds"], values["waited"]
+        if rollout.output is not None:
+            rows = zip(rollout.output["completion_ids"], values["ended"], strict=True)
+            rollout.output["completion_ids"] = [ended(row) if by_engine else row for row, by_engine in rows]
         beside = path.with_suffix(".safetensors")
         routes = load_file(beside) if beside.is_file() else {}
         rollout.routed_experts = [routes.get(str(index)) for index in range(values["routes"])]

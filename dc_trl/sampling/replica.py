@@ -39,6 +39,7 @@ from ..quantization.policy import base_model, empty_copy, with_positions
 from ..quantization.rounding import round_as_vllm
 from ..quantization.schemes import fused_experts, quantized_linears, quantized_weights, quantizes_cache, resolve_scheme
 from ..quantization.tensors import policy_tensors
+from ..serving.completions import ended
 from ..settings.neutral_sampling import TRUNCATIONS, truncations
 from ..version import __version__
 from .named_tokens import KeptLogProb
@@ -318,14 +319,16 @@ class Replica:
         completions = sequences[:, width:]
         ends = generation_config.eos_token_id
         ends = declared_end_tokens(self.model) if ends is None else ends
-        ended = torch.isin(completions, torch.tensor(ends, device=device))
+        is_end = torch.isin(completions, torch.tensor(ends, device=device))
         # A completion ends with its first end token: it consists of the tokens that no end token precedes.
-        lengths = (ended.cumsum(1) - ended.int() == 0).sum(1).tolist()
+        lengths = (is_end.cumsum(1) - is_end.int() == 0).sum(1).tolist()
+        rows_ended = zip(_cut(completions, lengths), is_end.any(1).tolist(), strict=True)
+        completion_ids = [ended(ids) if by_itself else ids for ids, by_itself in rows_ended]
         rows = _cut(logps[-1], lengths)
         if truncation is not None:
             whole = _cut(logps[0], lengths)
             rows = [list(map(KeptLogProb, *row)) for row in zip(rows, recorder.kept(), whole, strict=True)]
-        return _cut(completions, lengths), rows
+        return completion_ids, rows
 
 
 def _add_product(linear: nn.Module, scaling: float) -> None:

@@ -21,7 +21,7 @@ import transformers
 from accelerate.logging import get_logger
 
 from ..quantization.policy import unwrapped
-from .empty_completions import fill_empty
+from .empty_completions import with_ends
 from .schedule import LookAhead, SyncSchedule
 from .versions import SamplerWeights
 
@@ -91,7 +91,7 @@ class Sampler:
         self.bring_weights(self._trainer.model.training)
 
     def turn(self, of_trl: Callable[[], Completions], prompt_ids: list[list[int]]) -> Completions:
-        """Return one turn of completions, of the replica or, by `of_trl`, of TRL's engine; none of them is empty."""
+        """Return one turn of completions, of the replica or, by `of_trl`, of TRL's engine; see `with_ends`."""
         trainer = self._trainer
         if self.replica is None:
             completion_ids, logprobs = of_trl()
@@ -99,7 +99,9 @@ class Sampler:
             completion_ids, logprobs = self.replica.generate(
                 prompt_ids, trainer.generation_config, trainer.temperature, among_kept=self.truncates
             )
-        return fill_empty(completion_ids, logprobs, trainer._tokenizer.eos_token_id)
+        tokenizer = trainer._tokenizer
+        ends = [tokenizer.eos_token_id, *trainer.eos_token_ids, tokenizer.pad_token_id]  # as TRL reads them
+        return with_ends(completion_ids, logprobs, ends)
 
     def end_batch(self, completions: int) -> None:
         """Log the step whose weights have sampled this number of completions."""

@@ -9,6 +9,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import unwrapped
 from ..quantization.tensors import deployed_tensors, is_packed, policy_tensors
 from ..serving.client import LOADING, ServerClient, Weights
+from ..serving.completions import ended
 from ..serving.connection import Connection, Patience, is_local
 from ..serving.errors import ServerError
 from ..serving.fit import require_shared_directory
@@ -56,6 +58,7 @@ class Generation(VLLMGeneration):
         super().__init__(**kwargs)
         if self.mode == "colocate":
             self.identity = ("vllm", vllm_version(), self.llm.llm_engine.vllm_config.cache_config.cache_dtype)
+            self.llm.generate = _with_ends_of(self.llm.generate)
             # Registered after vLLM's own finalizer, so that it runs first when the process exits.
             self._end_engine = weakref.finalize(self, _end_engine, self.llm.llm_engine.engine_core)
 
@@ -75,6 +78,20 @@ class Generation(VLLMGeneration):
             sampling = {name: getattr(self, name) for name in TRUNCATIONS} | (self.generation_kwargs or {})
             logprobs = named_by_vllm(completion_ids, logprobs, token_ids, self.logprobs, bool(truncations(sampling)))
         return prompt_ids, completion_ids, logprobs, token_ids
+
+
+def _with_ends_of(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `LLM.generate` whose completions say which of them the engine ended."""
+
+    @wraps(generate)
+    def generate_(*args: Any, **kwargs: Any) -> Any:
+        requests = generate(*args, **kwargs)
+        for completion in (completion for request in requests for completion in request.outputs):
+            if completion.finish_reason == "stop":
+                completion.token_ids = ended([*completion.token_ids])
+        return requests
+
+    return generate_
 
 
 def _end_engine(engine: Any) -> None:
@@ -193,6 +210,7 @@ class ServerGeneration(_DeployedGeneration):
 
     Attributes:
         vllm_client: client of the server or of all servers; on the main process.
+        context: largest number of tokens of prompt and completion together that each of the servers takes.
         routed_experts: experts of the last completions of this process, see `ServerClient`; set with `routing_replay`.
 
     Raises:
@@ -208,20 +226,22 @@ class ServerGeneration(_DeployedGeneration):
         if self.weight_sync == "auto":
             # Processes may see the server and the GPUs differently, but the choice must be the same in all of them.
             self.weight_sync = agree(self._choose_weight_sync())
+        context = 0
         # These are errors of TRL's client, of the folder, and of the checkpoint's layout.
         with raised_together(RuntimeError, ValueError, OSError):
-            if not self.accelerator.is_main_process:
-                return
-            policy = unwrapped(self.accelerator, self.model)
-            rank = require_adapter_beside(policy) if self._beside else 0
-            self.vllm_client: Any = connect(self._args, policy.config, self.weight_sync, rank)
-            client = self.vllm_client.servers[0]
-            self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
-            if self.weight_sync == "checkpoint":
-                self._prepare_checkpoints(writes=True)
-            else:
-                with client.connection.task():
-                    client.init_communicator(device=self.accelerator.device)
+            if self.accelerator.is_main_process:
+                policy = unwrapped(self.accelerator, self.model)
+                rank = require_adapter_beside(policy) if self._beside else 0
+                self.vllm_client: Any = connect(self._args, policy.config, self.weight_sync, rank)
+                context = min(server.context for server in self.vllm_client.servers)
+                client = self.vllm_client.servers[0]
+                self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
+                if self.weight_sync == "checkpoint":
+                    self._prepare_checkpoints(writes=True)
+                else:
+                    with client.connection.task():
+                        client.init_communicator(device=self.accelerator.device)
+        self.context = agree(context)
 
     def _choose_weight_sync(self) -> str:
         url = server_addresses(self._args)[0][0]

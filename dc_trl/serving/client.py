@@ -202,6 +202,7 @@ class ServerClient(RolloutClient):
     Attributes:
         vllm: version of vLLM that the server names.
         kv_cache_dtype: dtype of its KV cache as it names it, "auto" for that of the model; None before `require_fit`.
+        context: largest number of tokens of prompt and completion together; from `require_fit` on.
         lost, answered: as one of several, why it gets no prompts, and the number of prompts that it has answered.
 
     Raises:
@@ -303,6 +304,7 @@ class ServerClient(RolloutClient):
         with self.connection.reading("/server_info"):
             info, layers = self.connection.persist(lambda first: (self._server_info(), self.layers()))
             check_server(info["vllm_config"], layers, config=config, **needs)
+            self.context: int = info["vllm_config"]["model_config"]["max_model_len"]
             self.kv_cache_dtype = cache = info["vllm_config"]["cache_config"]["cache_dtype"]
             if needs.get("lora_rank") and not info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
                 raise ServerError(

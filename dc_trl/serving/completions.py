@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,41 @@ from .errors import ServerAnswerError, ServerUnavailableError
 
 
 _LOWEST, _HIGHEST = -1e4, 1e-4  # of a log-probability: vLLM writes −9999 for anything lower, and rounds
+_LEAST = math.log(2.0**-149)  # of a sampled token: in float32 anything lower has the probability 0
 # What an answer in another format raises where it is read.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
+
+
+class EndToken(int):
+    """Id of a token with which an engine has ended a completion by itself, whichever token it is.
+
+    TRL splits and joins completions as lists of ids, which keep this type.
+    """
+
+
+def ended(ids: list[int]) -> list[int]:
+    """Return a completion that its engine has ended."""
+    return [*ids[:-1], *map(EndToken, ids[-1:])]
+
+
+def require_log_probs(values: Any, count: int | None = None, lowest: float = _LEAST) -> None:
+    """Refuse what cannot be log-probabilities of tokens, in nats; NaN may be among them.
+
+    Args:
+        values: numbers; those of `count` sampled tokens.
+        count: number of tokens, None for any.
+        lowest: least log-probability.
+
+    Raises:
+        ValueError: there are more or fewer, or one is no number, above 0 or below `lowest`.
+    """
+    every = np.asarray(values, np.float64)
+    if count is not None and every.shape != (count,):
+        raise ValueError(f"log-probabilities of shape {every.shape} for {count} tokens")
+    known = every[~np.isnan(every)]
+    if known.size and not lowest <= known.min() <= known.max() <= _HIGHEST:
+        are = ", as probabilities do, whose logarithms are needed" if 0 <= known.min() <= known.max() <= 1 else ""
+        raise ValueError(f"log-probabilities reach from {known.min():.3g} to {known.max():.3g}{are}")
 
 
 def require_rollout(
@@ -49,6 +83,8 @@ def require_rollout(
                 raise ValueError(f"choice {number} has a token that is not in the vocabulary of {vocabulary}")
             if request.get("logprobs") is not None:
                 _require_logps(choice["logprobs"], ids, request.get("return_tokens_as_token_ids", False))
+            if choice["finish_reason"] == "stop":
+                choice["token_ids"] = ended(ids)
             if choice.get("routed_experts") is not None:
                 choice["routed_experts"] = _routes(choice["routed_experts"], ids, prompt)
     except MALFORMED as error:
@@ -67,13 +103,10 @@ def _require_logps(logprobs: dict[str, Any], ids: list[int], named: bool) -> Non
     tops = [value for top in logprobs["top_logprobs"] if top is not None for value in top.values()]
     if named and tokens != [f"token_id:{token}" for token in ids]:
         raise ValueError("log-probabilities belong to other tokens than the sampled ones")
-    if len(values) != len(ids):
-        raise ValueError(f"{len(values)} log-probabilities for {len(ids)} tokens")
-    every = np.array([*values, *tops], np.float64)
-    if np.isnan(every).any():
+    if np.isnan(np.array([*values, *tops], np.float64)).any():
         raise ArithmeticError("log-probabilities that are NaN")
-    if every.size and not _LOWEST <= every.min() <= every.max() <= _HIGHEST:
-        raise ValueError(f"log-probabilities reach from {every.min():.3g} to {every.max():.3g}")
+    require_log_probs(values, len(ids))
+    require_log_probs(tops, lowest=_LOWEST)
 
 
 def _routes(text: str, ids: list[int], prompt: list[int] | str) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The parser of a training configuration, which its user writes in YAML and on a command line."""
 
+import os
 import re
 import shutil
 import sys
@@ -14,9 +15,10 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from ..files import read_yaml
-from .command_line import METAVARS, unknown_field
+from .command_line import METAVARS, say, unknown_field
 from .fields import allowed_of
 from .paths import config_file
+from .recipes import DECIDED
 
 
 _METAVARS = METAVARS | {string_to_bool: "BOOL"}
@@ -83,6 +85,15 @@ class ConfigurationParser(HfArgumentParser):
             for name in settings:
                 if name not in types:
                     raise ValueError(unknown_field(name, types))
+            names = (word.partition("=")[0] for word in (sys.argv[1:] if words is None else words))
+            said = {name[2:].replace("-", "_") for name in names if name.startswith("--")}
+            # A recipe that comes later than the file decides over what the file says of its fields.
+            if "recipe" in said and given.recipe != settings.get("recipe", "trl"):
+                overruled = settings.keys() & DECIDED - said
+                if overruled and os.environ.get("RANK", "0") == "0":
+                    listed = ", ".join(f"{name}={settings[name]!r}" for name in sorted(overruled))
+                    say(f"recipe={given.recipe!r} of the command line replaces {listed} of {given.config}")
+                settings = {name: value for name, value in settings.items() if name not in overruled}
             self.set_defaults(**{name: _meant(value, types[name]) for name, value in settings.items()})
         return self.parse_args_into_dataclasses(words, look_for_args_file=False)[: len(self.dataclass_types)]
 

@@ -228,15 +228,4 @@ CONTRADICTIONS = (
         "it masks penalised tokens; set rollout_correction in its place, or constraint='none'",
         ["token_mask", "sequence_mask"],
     ),
-    # And this makes the engines' difference more than their mismatch.
-    Rule(
-        "generation_kwargs",
-        {
-            "temperature": lambda c: (
-                c.compared_by is not None
-                and (c.generation_kwargs or {}).get("temperature", c.temperature) != c.temperature
-            )
-        },
-        "the training log-probabilities are taken at temperature; set temperature alone",
-    ),
 )

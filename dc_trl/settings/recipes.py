@@ -33,6 +33,9 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     "both": _MEASURED | _OBJECTIVE | _PULL | _ALIGNED,
 }
 
+# What a recipe decides: its own fields, and those that the form of the constraint fills in.
+DECIDED = RECIPES["trl"].keys() | {"discrepancy_tolerance", "lambda_init", "lambda_max"}
+
 
 def fill_in(settings: Any, values: Mapping[str, Any]) -> None:
     """Give these values to those of the fields that are left open (None)."""
