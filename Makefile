@@ -11,7 +11,7 @@ THREADS := 2
 # A single process needs no launcher, which would add a traceback of its own to a Ctrl-C.
 TRAIN = OMP_NUM_THREADS=$(THREADS) $(BIN)/python scripts/train.py
 
-.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models gpu-check test test-all test-window coverage notebooks docs lint format dist benchmark tiny-model real-model real-quickstart
+.PHONY: help install vllm vllm-cpu quickstart quickstart-vllm study study-models gpu-check test test-all test-window pins coverage notebooks docs lint format dist benchmark tiny-model real-model real-quickstart
 
 help:
 	@echo "make quickstart  train the tiny model with FP8 rollouts (two and a half minutes once installed)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test        run the tests, except those that take long (6 minutes; the first time also the installation)"
 	@echo "make test-all    run those that make test leaves out (half an hour)"
 	@echo "make test-window  try the oldest and newest allowed releases (half an hour for each of three environments)"
+	@echo "make pins        make constraints.txt (CPU) and constraints-cuda.txt anew (ten minutes)"
 	@echo "make study       when mismatch hurts and what helps, with seeds; ARGS=\"--only headline --seeds 0\" is 15 minutes of it"
 	@echo "make gpu-check   what this machine can do, in less than ten minutes, and a block for an issue"
 	@echo "make notebooks   run the notebooks and keep their outputs"
@@ -33,7 +34,7 @@ help:
 
 install: $(READY)
 
-$(READY): pyproject.toml setup.py constraints.txt scripts/install.py
+$(READY): pyproject.toml setup.py constraints.txt constraints-cuda.txt scripts/install.py
 	$(PYTHON) scripts/install.py --venv $(VENV)
 	@touch $@
 
@@ -42,7 +43,7 @@ vllm: $(READY_VLLM)
 
 vllm-cpu: vllm
 
-$(READY_VLLM): pyproject.toml setup.py constraints.txt scripts/install.py
+$(READY_VLLM): pyproject.toml setup.py constraints.txt constraints-cuda.txt scripts/install.py
 	$(PYTHON) scripts/install.py --venv $(VENV) --vllm
 	@touch $(READY) $@
 
@@ -102,6 +103,9 @@ test-all: $(READY_VLLM) real-model
 
 test-window: $(READY)
 	$(BIN)/python scripts/window.py $(ARGS)
+
+pins: $(READY)
+	$(BIN)/python scripts/pins.py
 
 coverage: $(READY_VLLM)
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered $(ARGS)

@@ -15,7 +15,7 @@ from .constraint.thresholds import lag_warning
 from .quantization.schemes import SERVED_SCHEMES, require_scheme, require_served_scheme
 from .settings.command_line import nearest
 from .settings.contradictions import require_consistent
-from .settings.distribution import require_division
+from .settings.distribution import recompute_once, require_division
 from .settings.fields import require_fields, setting
 from .settings.neutral_sampling import TRUNCATIONS, VLLM_SETTINGS
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
@@ -162,6 +162,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         # Parses the JSON strings that dict fields hold when they come from a command line.
         GRPOConfig.__post_init__(self)
         require_division(self)
+        recompute_once(self)
         require_consistent(self)
         self._check_sampling()
         lagging = "weight_sync_steps" if self.weight_sync_steps > 1 else "rollout_overlap"

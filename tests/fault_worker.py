@@ -88,15 +88,35 @@ def sharded_generation(accelerator) -> ServerGeneration:
     return generation
 
 
-def broken_streams(accelerator) -> list[list[str]]:
+def broken_writes(generation) -> list[str]:
+    """What each of three checkpoints ended with, of which the process that writes fails in the first two."""
+    generation.deployment_scheme = "fp8"
+    generation._prepare_checkpoints(writes=generation.accelerator.is_main_process)
+    write, ends = generation._writer.write, []
+
+    def broken(tensors, folder) -> int:
+        for _ in range(3):
+            next(tensors)
+        raise fault
+
+    for fault in (torch.OutOfMemoryError("CUDA out of memory"), OSError(28, "No space left on device"), None):
+        generation._writer.write = write if fault is None else broken
+        generation._begin_version()
+        try:
+            generation._write()
+            ends.append("written")
+        except ServerError as error:
+            ends.append(str(error))
+    return ends
+
+
+def broken_streams(generation) -> list[list[str]]:
     """A synchronization that fails before, in and after the stream, and one that does not.
 
     What each ended with, and what the server calls its weights then.
     """
     stream = vllm_client.packed_nccl_broadcast_producer = Stream()
-    ServerClient.init_communicator = lambda self, device: None
-    generation = sharded_generation(accelerator)
-    ends = []
+    accelerator, ends = generation.accelerator, []
     for fault in ("/update_weight_version", "/start_weight_update", "/update_weights", "/reset_prefix_cache", 2, None):
         stream.breaks_after = fault if isinstance(fault, int) else None
         if isinstance(fault, str) and accelerator.is_main_process:
@@ -120,8 +140,10 @@ def broken_streams(accelerator) -> list[list[str]]:
 def main() -> None:
     hung = hung_rollout()
     accelerator = Accelerator(cpu=True)
-    ends = broken_streams(accelerator)
-    seen = gather_object([{"hung": hung, "ends": ends}])
+    ServerClient.init_communicator = lambda self, device: None
+    generation = sharded_generation(accelerator)
+    ends = broken_streams(generation)
+    seen = gather_object([{"hung": hung, "ends": ends, "writes": broken_writes(generation)}])
     if accelerator.is_main_process:
         Path(FOLDER, "seen.json").write_text(json.dumps(seen))
     time.sleep(1)  # see scripts/train.py: gloo's thread lets go of the last gather

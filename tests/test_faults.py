@@ -42,6 +42,14 @@ def test_a_stream_that_breaks_on_one_process_is_an_error_on_both_and_hangs_neith
 
 
 @pytest.mark.long
+def test_a_checkpoint_that_one_process_cannot_write_is_an_error_on_both_and_hangs_neither(seen):
+    memory, disk, healthy = seen["writes"]
+    assert "OutOfMemoryError: CUDA out of memory" in memory
+    assert "weight_sync_dir=None" in disk
+    assert healthy == "written"
+
+
+@pytest.mark.long
 def test_a_server_that_hangs_is_given_up_before_the_other_process_stops_waiting(seen):
     assert all(words in seen["hung"] for words in ("/v1/completions", "ddp_timeout", "same command"))
 

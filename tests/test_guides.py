@@ -226,6 +226,11 @@ def test_the_commands_of_a_slurm_file_are_read_by_the_programs(file, monkeypatch
         assert (args.num_machines, args.num_processes) == (nodes - 1, (nodes - 1) * gpus)
         assert parallel <= gpus
         assert run.trainer.vllm_server_base_url == values["$SERVER"]
+    # A step of the job has the CPUs that the job asks for.
+    steps = re.findall(r"^srun (.*)", file.read_text().replace("\\\n", " "), re.MULTILINE)
+    assert len(steps) == (1 if nodes == 1 else 2)
+    assert all('--cpus-per-task="$SLURM_CPUS_PER_TASK" ' in step for step in steps)
+    assert int(directives["cpus-per-task"]) >= 8 * gpus
     # The launcher lets the processes live until shortly before Slurm kills the job.
     grace = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", file.read_text())[1])
     assert 300 < grace < int(directives["signal"].partition("@")[2])

@@ -5,6 +5,7 @@ import re
 import shlex
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 from dc_trl.command.arguments import RunArguments, require_servable
 from dc_trl.command.build import build_trainer
 from dc_trl.grading.rewards import get_reward
+from dc_trl.settings.distribution import recompute_once
 
 from .helpers import ROOT, assert_finite, distinct_characters, logged, make_experts, make_model, make_tokenizer
 from .vllm_server import requires_vllm
@@ -232,6 +234,33 @@ def test_accelerate_reads_the_sharding(name, layer, monkeypatch):
     plugin.set_auto_wrap_policy(model)
     units = [type(module).__name__ for module in model.modules() if plugin.auto_wrap_policy(module, False, 0)]
     assert units == [layer or "Qwen3DecoderLayer"] * 2
+
+
+@pytest.mark.parametrize(
+    "launch", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda file: file.stem
+)
+@pytest.mark.parametrize("given", [None, True, False])
+def test_activations_are_recomputed_once_under_every_launch_file(launch, given, monkeypatch, tmp_path, caplog):
+    """Each recipe as it is, and one with the field; accelerate says what a launch file means."""
+    launched = yaml.safe_load(launch.read_text())
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(launch), "x.py"]))
+    for variable, value in prepare_multi_gpu_env(args).items() if args.use_fsdp else ():
+        monkeypatch.setenv(variable, value)
+    by_launch = launched.get("fsdp_config", {}).get("fsdp_activation_checkpointing", False)
+    sharded = launched["distributed_type"] in ("FSDP", "DEEPSPEED")
+    for name in RECIPES if given is None else ["qwen3_8b_fp8"]:
+        config = fields(name) | {"use_cpu": True, "bf16": False}
+        monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)  # one process is not launched with it
+        run = parse(config if given is None else config | {"gradient_checkpointing": given}, tmp_path).trainer
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", str(args.use_fsdp).lower())
+        if launched["distributed_type"] == "DEEPSPEED":
+            run.deepspeed_plugin = SimpleNamespace(zero_stage=launched["deepspeed_config"]["zero_stage"])
+        with caplog.at_level("WARNING"):
+            recompute_once(run)
+        assert by_launch + run.gradient_checkpointing == (given is not False or by_launch), name
+        warned = "gradient_checkpointing=False" in caplog.text
+        assert warned == (sharded and given is False and not by_launch), name
+        caplog.clear()
 
 
 def launch_of(recipe: Recipe) -> str:

@@ -12,17 +12,19 @@ from transformers import AutoConfig
 from trl.generation.vllm_client import VLLMClient
 
 from dc_trl.command import call
+from dc_trl.serving import server as serving_server
 from dc_trl.serving.client import ServerClient
 from dc_trl.serving.connection import Connection
 from dc_trl.serving.errors import ServerError
-from dc_trl.serving.fit import check_server
-from dc_trl.serving.server import VLLMServer
+from dc_trl.serving.fit import check_server, reloadable
+from dc_trl.serving.server import VLLMServer, scheme_options
 
 from .gaps import PROMPTS, mean_gap
 from .helpers import (
     ROOT,
     TINY_MODEL,
     at_server,
+    make_experts,
     make_model,
     make_tokenizer,
     make_trainer,
@@ -68,6 +70,56 @@ def test_a_server_that_does_not_fit_is_refused(fp8_server, changed, words):
     model = make_model(128, num_hidden_layers=4, vocab_size=needs.pop("vocabulary"))
     with refuses(ServerError, *words):
         check_server(client.get_server_info(), client.layers(), config=model.config, **needs)
+
+
+MIXTURE = make_experts(128).config
+ON_A_GPU = [
+    ("fp8", MIXTURE, {"moe_backend": "triton"}),
+    ("fp8+fp8_kv", MIXTURE, {"moe_backend": "triton"}),
+    ("fp8_block", MIXTURE, {"moe_backend": "triton"}),
+    ("nvfp4", MIXTURE, {"enforce_eager": True}),
+    ("bf16", MIXTURE, {}),
+    ("int8", MIXTURE, {}),
+    ("fp8", make_model(128).config, {}),
+]
+
+
+@pytest.mark.parametrize(("scheme", "config", "arguments"), ON_A_GPU)
+def test_on_a_gpu_a_mixture_is_served_so_that_it_takes_new_weights(scheme, config, arguments, monkeypatch):
+    """vLLM's own parser reads the options, and takes what the user adds behind them."""
+    assert scheme_options(scheme, config) == (["--kv-cache-dtype", "fp8"] if "kv" in scheme else [])  # on this CPU
+    monkeypatch.setattr(serving_server, "vllm_version", lambda: "0.31.0")
+    options = scheme_options(scheme, config)
+    assert reloadable(scheme, config) == arguments
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    parsed, other = parser.parse_args(options), parser.parse_args([*options, "--moe-backend", "marlin"])
+    assert (parsed.moe_backend, parsed.enforce_eager) == (
+        arguments.get("moe_backend", "auto"),
+        arguments.get("enforce_eager", False),
+    )
+    assert other.moe_backend == "marlin"
+    assert all(hasattr(EngineArgs, name) for name in arguments)
+
+
+def test_a_mixture_that_new_weights_would_crash_is_refused(fp8_server):
+    client = ServerClient(fp8_server.url)
+    info, layers = client.get_server_info(), client.layers()
+    needs = {"scheme": "fp8", "max_length": 256, "config": MIXTURE, "weight_sync": "checkpoint"}
+    check_server(info, layers, **needs)
+    info["device_config"]["device"] = "cuda"
+    info["parallel_config"]["worker_extension_cls"] = ""
+    check_server(info, layers, **needs)  # as it is eager
+    info["model_config"]["enforce_eager"] = False
+    with refuses(ServerError, "--moe-backend auto", "--moe-backend triton"):
+        check_server(info, layers, **needs)
+    check_server(info, layers, **needs | {"weight_sync": "none"})
+    check_server(info, layers, **needs | {"config": make_model(128).config})
+    info["kernel_config"]["moe_backend"] = "triton"
+    check_server(info, layers, **needs)
 
 
 KEY, TOKEN = "sk-wxyz-never-to-be-seen", "mine-and-nobody-elses"

@@ -16,13 +16,16 @@ import httpx
 import psutil
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
+from trl.generation import vllm_generation
 
 from dc_trl import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.sampling.engines import build_vllm
+from dc_trl.sampling.vllm_backends import ColocateGeneration
 from dc_trl.serving.errors import ServerError
 from dc_trl.serving.server import VLLMServer
 
@@ -37,6 +40,8 @@ from .helpers import (
     at_server,
     completion_logits,
     logged,
+    make_experts,
+    make_model,
     make_prompts,
     make_tokenizer,
     read_json,
@@ -497,3 +502,26 @@ def test_colocated_vllm_reloads_the_scheme(tmp_path):
     gaps = logs["gaps"]
     assert len(gaps) == 2
     assert all(stale > 3 * present for present, stale in gaps)
+    before, asleep, restored = logs["scales"]
+    assert len(before) == 4
+    assert before == restored == [[1.0, 1.0, 1.0]] * 4
+    assert asleep == [[0.0, 0.0, 0.0]] * 4  # until vLLM 0.31; later ones are buffers, which sleep keeps
+
+
+@pytest.mark.parametrize("make", [make_experts, make_model])
+def test_on_a_gpu_the_colocated_engine_of_a_mixture_takes_new_weights(make, tmp_path, monkeypatch):
+    """TRL's own constructor of the engine, and our argument of it; that it is vLLM's says `test_server.py`."""
+    built = []
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto"))
+    engine = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace()))
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **arguments: built.append(arguments) or engine)
+    accelerator = Accelerator(cpu=True)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")  # TRL sets them
+    monkeypatch.setattr(Accelerator, "device", torch.device("cuda"))
+    args = SimpleNamespace(deployment_scheme="fp8", weight_sync_dir=str(tmp_path), lora_deployment="merged")
+    of_trl = {"accelerator": accelerator, "processing_class": make_tokenizer(), "mode": "colocate"}
+    generation = ColocateGeneration(args, model=make(128), **of_trl)
+    assert [arguments.get("moe_backend") for arguments in built] == ["triton" if make is make_experts else None]
+    assert built[0]["model"] == str(generation.checkpoint)
+    generation.close()  # as with vLLM 0.26, whose engine in this process has no finalizer

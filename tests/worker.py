@@ -20,9 +20,29 @@ from transformers import TrainerCallback
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.greedy import greedy_rewards
+from dc_trl.sampling.vllm_backends import restore_cache_scales
 
 from .gaps import PROMPTS, SampledBy
 from .helpers import make_model, make_prompts, make_trainer, tiny_model
+
+
+def scales_after_sleep(llm) -> list[list[list[float]]]:
+    """The scales by which attention reads the KV cache, of each layer: as trained, after a sleep, restored.
+
+    A sleep of level 2 keeps buffers, and leaves zeros of the rest; a CPU has none.
+    """
+
+    def scales(worker):
+        layers = [layer for layer in worker.model_runner.model.modules() if hasattr(layer, "_k_scale")]
+        return [[float(layer._q_scale), float(layer._k_scale), float(layer._v_scale)] for layer in layers]
+
+    def sleep(worker):
+        for name, weight in worker.model_runner.model.named_parameters():
+            if ".attn." in name:
+                weight.data.zero_()
+
+    calls = (scales, sleep, scales, restore_cache_scales, scales)
+    return [found for (found,) in map(llm.collective_rpc, calls) if found is not None]
 
 
 class Kill(TrainerCallback):
@@ -85,6 +105,7 @@ def train(options: dict[str, Any]) -> DCGRPOTrainer:
         logs = {"rows": trainer.state.log_history, "lambda": values, "kind": str(trainer.accelerator.distributed_type)}
         if colocate is not None:
             logs["gaps"] = sampled_by.gaps
+            logs["scales"] = scales_after_sleep(trainer.vllm_generation.llm)
         Path(config.output_dir, "logs.json").write_text(json.dumps(logs))
     return trainer
 

@@ -17,7 +17,7 @@ from ..serving.client import ServerClient, Weights, require_loaded
 from ..serving.connection import Patience
 from ..serving.fit import layer_kinds, schemes_of
 from ..serving.guard import temporary_folder
-from ..serving.server import VLLMServer, cache_options, vllm_version
+from ..serving.server import VLLMServer, scheme_options, vllm_version
 from .result import CalibrationSettings
 
 
@@ -89,7 +89,7 @@ def sample_rollouts(
         with temporary_folder("calibrate") as folder:
             checkpoint = folder / "checkpoint"
             CheckpointWriter(policy, precision, tokenizer).write(policy_tensors(policy), checkpoint)
-            options = [*cache_options(precision), *options]
+            options = [*scheme_options(precision, policy.config), *options]
             with VLLMServer(checkpoint, max_model_len=longest + room, options=options, report=report) as server:
                 client = ServerClient(server.url, patience=_PATIENCE, report=report)
                 rollouts = _from_server(client, ends, prompts, room, settings)

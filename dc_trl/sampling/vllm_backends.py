@@ -4,12 +4,13 @@ import math
 import os
 import shutil
 import socket
+import sys
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import PretrainedConfig
+from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..files import locked_folder
@@ -30,7 +32,7 @@ from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.completions import ended
 from ..serving.connection import Connection, Patience, is_local
 from ..serving.errors import ServerError
-from ..serving.fit import require_shared_directory
+from ..serving.fit import reloadable, require_shared_directory
 from ..serving.server import BLOCK_SCALES, vllm_version
 from ..serving.several import RoutedServers, ServerPool, meet_servers, require_listed
 from ..settings.neutral_sampling import TRUNCATIONS, truncations
@@ -98,7 +100,7 @@ def _end_engine(engine: Any) -> None:
     """Shut vLLM down when the process exits, unless its process group has already ended with the default one."""
     if torch.distributed.is_initialized():
         engine.shutdown()
-    else:
+    elif "_finalizer" in vars(engine):  # not in vLLM 0.26, which leaves the engine to the end of the process
         engine._finalizer.detach()
 
 
@@ -171,29 +173,42 @@ class _DeployedGeneration(Generation):
 
     def _write(self) -> None:
         """Write the present weights on the processes that write; all take part in gathering, and raise its errors."""
-        tensors = iter(()) if self._beside else deployed_tensors(self.accelerator, self.model, self.gathered)
+        whole = False  # whether all weights were gathered, in which all processes take part
+
+        def gathering() -> Iterator[tuple[str, Tensor]]:
+            nonlocal whole
+            if not self._beside:
+                yield from deployed_tensors(self.accelerator, self.model, self.gathered)
+            whole = True
+
+        tensors = gathering()
         failure = None
         try:
-            if self._writes:
-                self._remove_checkpoints()  # their room may be needed
-                start = time.perf_counter()
-                if self._beside:
-                    size = write_adapter(unwrapped(self.accelerator, self.model), self.checkpoint)
-                else:
-                    size = self._writer.write(tensors, self.checkpoint)
-                self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
-        except OSError as error:
-            failure = (
-                f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
-                f"{self._folder(self._run).parent} ({error.strerror or error}). Make room, or set weight_sync_dir to "
-                "another directory that both the trainer and the server see."
-            )
+            try:
+                if self._writes:
+                    self._remove_checkpoints()  # their room may be needed
+                    start = time.perf_counter()
+                    if self._beside:
+                        size = write_adapter(unwrapped(self.accelerator, self.model), self.checkpoint)
+                    else:
+                        size = self._writer.write(tensors, self.checkpoint)
+                    self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
+            except OSError as error:
+                failure = (
+                    f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
+                    f"{self._folder(self._run).parent} ({error.strerror or error}). Make room, or set weight_sync_dir "
+                    "to another directory that both the trainer and the server see."
+                )
+            finally:
+                for _ in tensors:
+                    pass  # take part in gathering the rest, although it is not written
         finally:
-            for _ in tensors:
-                pass  # take part in gathering the rest, although it is not written
-        for message in gather_object([failure]):
-            if message is not None:
-                raise ServerError(message)
+            if isinstance(error := sys.exception(), Exception):  # not enough memory, for example
+                failure = f"the weights for vLLM cannot be written: {type(error).__name__}: {error}"
+            # Where gathering itself failed, the others do not come here, and the launcher ends them.
+            for message in gather_object([failure]) if whole else ():
+                if message is not None:
+                    raise ServerError(message)
 
 
 class ServerGeneration(_DeployedGeneration):
@@ -321,8 +336,9 @@ class ColocateGeneration(_DeployedGeneration):
         # containers, a host name.
         machine = self.accelerator.process_index - self.accelerator.local_process_index
         self._run = f"{agree(uuid.uuid4().hex[:12])}-{machine}"
-        # Each machine has one writer, because machines do not share memory.
-        self._prepare_checkpoints(writes=self.accelerator.is_local_main_process)
+        with raised_together(ValueError, OSError):
+            # Each machine has one writer, because machines do not share memory.
+            self._prepare_checkpoints(writes=self.accelerator.is_local_main_process)
         self._write_checkpoint()
         # TRL builds the engine on `model.name_or_path`, with BitsAndBytes if the trained model has layers of it.
         model: Any = self.model
@@ -333,8 +349,12 @@ class ColocateGeneration(_DeployedGeneration):
 
             self._reload = CPUReloadExtension.reload_checkpoint
         os.environ.update(BLOCK_SCALES | os.environ)
+        needs = {}
+        if self.accelerator.device.type != "cpu":
+            needs = reloadable(self.deployment_scheme or "bf16", unwrapped(self.accelerator, model).config)
         try:
-            super()._init_vllm()
+            with _engine_arguments(needs):
+                super()._init_vllm()
         finally:
             self.model = model
 
@@ -354,7 +374,34 @@ class ColocateGeneration(_DeployedGeneration):
 
     def _load(self) -> None:
         self.llm.collective_rpc(self._reload, kwargs={"weights_path": str(self.checkpoint)})
+        if self.enable_sleep_mode:
+            self.llm.collective_rpc(restore_cache_scales)
         self.llm.reset_prefix_cache()
+
+
+@contextmanager
+def _engine_arguments(arguments: dict[str, Any]) -> Iterator[None]:
+    """Have TRL build its engine with further arguments, for which it has no setting."""
+    if not arguments:
+        yield
+        return
+    engine = vllm_generation.LLM
+    vllm_generation.LLM = partial(engine, **arguments)
+    try:
+        yield
+    finally:
+        vllm_generation.LLM = engine
+
+
+def restore_cache_scales(worker: Any) -> None:
+    """Set the scales of attention and KV cache in a worker of vLLM to 1 again, which its sleep has lost.
+
+    It keeps buffers alone, and in vLLM 0.26 to 0.31 these are parameters of a compressed-tensors model. No checkpoint
+    has them: the scale of `+fp8_kv` is 1.
+    """
+    for name, weight in worker.model_runner.model.named_parameters():
+        if name.endswith(("._q_scale", "._k_scale", "._v_scale")):
+            weight.data.fill_(1.0)
 
 
 def server_addresses(args: Any) -> tuple[list[str], str | None]:
@@ -426,12 +473,15 @@ def agree(value: Any) -> Any:
 
 @contextmanager
 def raised_together(*errors: type[Exception]) -> Iterator[None]:
-    """Raise these errors of the block on the main process on all processes, so that none waits for another."""
+    """Raise these errors of the block on any process on all processes, so that none waits for another."""
     failure: Exception | None = None
     try:
         yield
     except errors as error:
         failure = error
-    message = agree(None if failure is None else str(failure))
-    if message is not None:
-        raise ServerError(message) if failure is None else failure
+    messages = gather_object([None if failure is None else str(failure)])
+    if failure is not None:
+        raise failure
+    for message in messages:
+        if message is not None:
+            raise ServerError(message)

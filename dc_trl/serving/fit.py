@@ -23,6 +23,13 @@ _LAYERS = {
     **dict.fromkeys(("nvfp4", "nvfp4a16"), "W4A4Fp4"),
     "mxfp8": "Mxfp8",
 }
+# An argument of the engine without which a mixture of experts on a GPU would not survive new weights. In vLLM 0.26 to
+# 0.33 a reload builds the experts' kernel anew, while CUDA graphs go on reading the old one's tensors (vLLM's issue
+# 41670). Triton's has none of its own; NVFP4 has no such kernel. Until vLLM keeps them: docs/supported.md.
+_RELOADABLE: dict[str, tuple[str, str | bool]] = {
+    **dict.fromkeys(("fp8", "fp8_block"), ("moe_backend", "triton")),
+    **dict.fromkeys(("nvfp4", "nvfp4a16"), ("enforce_eager", True)),
+}
 
 # Values of --kv-cache-dtype whose numbers are known here. "auto" and "bfloat16" keep the model's.
 PLAIN_CACHES, _FP8_CACHES = ("auto", "bfloat16"), ("fp8", "fp8_e4m3")
@@ -119,12 +126,34 @@ def check_server(
             f"the server's layers are {', '.join(kinds) or 'not quantized'}, and training is for deployment_scheme="
             f"{scheme!r}: start it with dc-trl serve --scheme {scheme or 'bf16'}, or set the scheme that it has."
         )
+    if weight_sync != "none" and not is_cpu(info):
+        needs = next(filter(None, (reloadable(each, config) for each in schemes_of(kinds))), {})
+        backend = info["kernel_config"]["moe_backend"]
+        if needs and not model["enforce_eager"] and backend != needs.get("moe_backend"):
+            raise ServerError(
+                f"the server runs a mixture of experts with --moe-backend {backend} and CUDA graphs, which read freed "
+                f"memory after the first new weights (vLLM's issue 41670): start it with {' '.join(as_options(needs))}"
+                ", as dc-trl serve does."
+            )
     extension = info["parallel_config"]["worker_extension_cls"]
     if weight_sync == "checkpoint" and is_cpu(info) and extension != CPU_EXTENSION:
         raise ServerError(
             f"the server runs on a CPU with --worker-extension-cls {extension!r}, and vLLM's own reload leaves old "
             f"weights in its CPU kernels: start it with --worker-extension-cls {CPU_EXTENSION}."
         )
+
+
+def reloadable(scheme: str, config: PretrainedConfig) -> dict[str, Any]:
+    """Return arguments of vLLM's engine on a GPU without which a mixture of experts would not survive new weights."""
+    mixture = "num_experts_per_tok" in config.get_text_config().to_dict()
+    scheme = scheme.removesuffix(FP8_CACHE)
+    return dict([_RELOADABLE[scheme]]) if mixture and scheme in _RELOADABLE else {}
+
+
+def as_options(arguments: dict[str, Any]) -> list[str]:
+    """Return arguments of the engine, texts or True, as options of `vllm serve`."""
+    named = {f"--{name.replace('_', '-')}": value for name, value in arguments.items()}
+    return [word for name, value in named.items() for word in ([name] if value is True else [name, value])]
 
 
 def layer_kinds(layers: str) -> list[str]:

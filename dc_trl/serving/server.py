@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from transformers import PretrainedConfig
 
 from ..files import open_in_place
 from ..quantization.checkpoint import write_deployable
@@ -23,7 +24,7 @@ from ..secrets import HIDDEN, hide_in_options, is_secret_name, secrets_in_option
 from ..settings.pretrained import load_config
 from .connection import LOOPBACK, Connection
 from .errors import ServerError
-from .fit import CPU_EXTENSION, ROUTES_OPTION
+from .fit import CPU_EXTENSION, ROUTES_OPTION, as_options, reloadable
 from .guard import end_watchdog, start_watchdog, temporary_folder
 
 
@@ -244,9 +245,10 @@ class VLLMServer:
         self.stop()
 
 
-def cache_options(scheme: str) -> list[str]:
-    """Return the options of `vllm serve` for a scheme's KV cache; /server_info does not tell a checkpoint's."""
-    return ["--kv-cache-dtype", "fp8"] if quantizes_cache(scheme) else []
+def scheme_options(scheme: str, config: PretrainedConfig) -> list[str]:
+    """Return the options of `vllm serve` for a scheme's KV cache, which /server_info does not tell, and experts."""
+    cache = ["--kv-cache-dtype", "fp8"] if quantizes_cache(scheme) else []
+    return cache if "cpu" in vllm_version() else [*cache, *as_options(reloadable(scheme, config))]
 
 
 @contextmanager
@@ -273,12 +275,13 @@ def serve(
     """
     with temporary_folder("checkpoint") as folder:
         served = model if scheme == "bf16" else str(folder / "checkpoint")
+        config = load_config(model, "model", revision=revision)
+        by_itself = re.search(r"(--quantization|-q)[ =]fp8", " ".join(options))  # vLLM quantizes what it loads
+        options = [*scheme_options("fp8" if by_itself else scheme, config), *options]
         if scheme == "bf16":
             options = ["--revision", revision, *options]
-        options = [*cache_options(scheme), *options]
         # All errors in the arguments are raised before the model is loaded.
         server = VLLMServer(served, name=model, report=report, options=options, **kwargs)
-        config = load_config(model, "model", revision=revision)
         if scheme != "bf16":
             if hasattr(config, "quantization_config"):
                 raise ValueError(f"scheme={scheme!r}: {model} is quantized already: serve it as it is, with 'bf16'.")

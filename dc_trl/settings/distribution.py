@@ -7,7 +7,12 @@ themselves where they find no device.
 import os
 from typing import Any, Literal, NamedTuple
 
+from transformers.utils import logging
+
 from .paths import shipped
+
+
+logger = logging.get_logger(__name__)
 
 
 class Sharding(NamedTuple):
@@ -64,6 +69,24 @@ def require_division(args: Any) -> None:
             )
         # PyTorch's FSDP2 runs with gloo as with NCCL, and nothing that accelerate does with this type needs a GPU.
         state.distributed_type = DistributedType.MULTI_GPU
+
+
+def recompute_once(args: Any) -> None:
+    """Turn `gradient_checkpointing` off where FSDP recomputes activations, so that it fits all launch files.
+
+    transformers refuses both at once, after it has loaded the model. Warns where nothing of a sharded run recomputes.
+    """
+    sharding = sharding_of(args)
+    by_launch = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() == "true"
+    if args.fsdp:
+        by_launch = args.fsdp_plugin_args.get("activation_checkpointing", by_launch)
+    if sharding.kind == "FSDP" and by_launch:
+        args.gradient_checkpointing = False
+    elif sharding.kind is not None and not args.gradient_checkpointing:
+        logger.warning(
+            f"gradient_checkpointing=False, and the launch ({sharding}) recomputes nothing either: all activations of "
+            "a micro-batch stay in memory until its backward pass. If they do not fit, leave the setting out."
+        )
 
 
 def require_whole_models(args: Any, rewards: bool, reference: bool) -> None:
