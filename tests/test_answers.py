@@ -93,7 +93,7 @@ def by_pool(one, other):
         client.vocabulary = 262
 
     urls = [one.url, other.url]
-    pool = ServerPool(meet_servers(urls, fits, patience=ONCE, report=lambda line: None), fits)
+    pool = ServerPool(meet_servers(urls, fits=fits, patience=ONCE, report=lambda line: None))
     return pool.generate(PROMPTS, n=2, max_tokens=8)["completion_ids"]
 
 

@@ -22,6 +22,7 @@ from .errors import ServerAnswerError, ServerError, ServerRefusedError, ServerUn
 
 T = TypeVar("T")
 
+SESSION = "X-Session-ID"  # header by which routers keep the requests of a session on one server
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_SECONDS = 10.0
 MAX_CONCURRENT = 512  # largest number of concurrent requests; a process may have 1,024 open files by default
@@ -127,7 +128,7 @@ class Connection:
     async def complete(self, body: dict[str, Any], vocabulary: int | None) -> list[dict[str, Any]]:
         """Return the completions that answer a body for /v1/completions; see `require_rollout`."""
         # Routers keep a session, which vLLM takes in the body too, on one server.
-        headers = {"X-Session-ID": body["session_id"]} if "session_id" in body else {}
+        headers = {SESSION: body["session_id"]} if "session_id" in body else {}
         answer = await self.arequest("POST", "/v1/completions", json=body, headers=headers)
         return require_rollout(body, answer, self.url, vocabulary)
 
