@@ -423,8 +423,9 @@ class ServerClient(RolloutClient):
         """
         # Blocks of a request that has just ended may stay in use for a moment.
         for _ in range(50):
-            if self.connection.request("POST", "/reset_prefix_cache")["success"]:
-                return
+            with self.connection.reading("/reset_prefix_cache"):
+                if self.connection.request("POST", "/reset_prefix_cache")["success"]:
+                    return
             pause(0.1)
         raise ServerUnavailableError(
             f"vLLM at {self.base_url} cannot empty its prefix cache: requests of another client are running on it"
@@ -432,4 +433,5 @@ class ServerClient(RolloutClient):
 
     def _collective_rpc(self, method: str, **kwargs: Any) -> list:
         body = {"method": method, "kwargs": kwargs}
-        return self.connection.request("POST", "/collective_rpc", json=body)["results"]
+        with self.connection.reading("/collective_rpc"):
+            return list(self.connection.request("POST", "/collective_rpc", json=body)["results"])
