@@ -1,4 +1,4 @@
-"""Hides tokens, keys and passwords in settings, command lines and messages."""
+"""Hides tokens, keys and passwords in settings, command lines and messages, and cleans what others wrote."""
 
 import re
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ _FORMS = re.compile(
     r"|(?i:(?<=token=)|(?<=key=)|(?<=secret=)|(?<=password=))\S+"
 )
 _URL_PARTS = re.compile(r"(?<=://)[^\s/?#@]*@|(?<=[?&])[^\s=&#]+=[^\s&#]*")
+# Control characters, those that turn the direction of writing, and halves of surrogate pairs.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _JSON_MEMBER = re.compile(rf'("[^"]*{_NAME.pattern.removesuffix("$")}"\s*:\s*)"[^"]*"', re.IGNORECASE)
 
 
@@ -26,6 +28,21 @@ def without_secrets(text: str) -> str:
     """Return a text without what looks like a token, and with URLs without user and query."""
     text = _JSON_MEMBER.sub(rf'\1"{HIDDEN}"', text)
     return _URL_PARTS.sub("", _FORMS.sub(HIDDEN, text))
+
+
+def require_open_address(url: str, name: str) -> str:
+    """Return an address of a server; a ValueError says that it has a user, a password or a query."""
+    if (shown := without_secrets(url)) != url:
+        raise ValueError(
+            f"{name}={shown!r} was given with a user, a password or a query, which logs and files would keep: leave "
+            "them out. A key belongs in the variable VLLM_API_KEY, a user with a password in ~/.netrc."
+        )
+    return url
+
+
+def printable(text: str) -> str:
+    """Return a text of others with escapes for its control characters, such as \\x1b for ESC; lines and tabs stay."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def hide_in_options(words: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
 
@@ -38,9 +39,12 @@ class StubServer(ThreadingHTTPServer):
         self.before: Callable[[StubServer, str], None] | None = None
         self.completes: Callable[[dict], dict] | None = None
         self.bodies: list[dict] = []  # of the rollouts that were asked for
-        self.sessions: list[str] = []  # X-Session-ID of the requests that have one
+        self.sessions: list[str] = []  # X-Session-ID of the rollouts that were asked for
         self.routes = False  # whether it returns the experts of its mixture
         self.ended = threading.Event()
+
+    def reply(self, request: BaseHTTPRequestHandler, body: dict) -> tuple[int, str] | None:
+        return self.answer(request.path.partition("?")[0], body)
 
     def answer(self, path: str, body: dict) -> tuple[int, str] | None:
         """Status and text of the answer to a request, None where the connection breaks."""
@@ -96,9 +100,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if "X-Session-ID" in self.headers:
+        if "X-Session-ID" in self.headers and self.path == "/v1/completions":
             self.server.sessions.append(self.headers["X-Session-ID"])
-        answer = self.server.answer(self.path.partition("?")[0], json.loads(body or "{}"))
+        answer = self.server.reply(self, json.loads(body or "{}"))
         if answer is None:
             self.close_connection = True
             return
@@ -117,17 +121,20 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Router(StubServer):
-    """Passes all requests on to servers in turn."""
+    """Passes all requests on, but for those that it `says` the answer of: to servers in turn, or one that it picks."""
 
     def __init__(self, urls: Sequence[str]):
         super().__init__()
-        self._turns = cycle(urls)
+        self.turns = cycle(urls)
+        self.pick: Callable[[Message], str] = lambda headers: next(self.turns)
 
-    def answer(self, path: str, body: dict) -> tuple[int, str]:
+    def reply(self, request: BaseHTTPRequestHandler, body: dict) -> tuple[int, str]:
         if self.before is not None:
-            self.before(self, path)
-        url = next(self._turns) + path
-        answer = httpx.post(url, json=body, timeout=None) if body else httpx.get(url, timeout=None)
+            self.before(self, request.path)
+        if request.path in self.says:
+            return self.says[request.path]
+        url = self.pick(request.headers) + request.path
+        answer = httpx.request(request.command, url, json=body or None, timeout=None)
         return answer.status_code, answer.text
 
 

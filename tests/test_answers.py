@@ -1,9 +1,13 @@
 """A server whose answer does not fit what was asked ends in a `ServerError`, whoever asks; honest answers are used."""
 
+import base64
+import io
 import math
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dc_trl.sampling.seeded import Request, Sampling, ServerEngine
@@ -49,6 +53,10 @@ def of_logps(column, value):
     return edit
 
 
+def last_logprobs(answer):
+    return answer["choices"][-1]["logprobs"]
+
+
 def swap_contents(answer):
     """The choices in another order, under indices as if they were in order."""
     first, *others = answer["choices"]
@@ -56,6 +64,7 @@ def swap_contents(answer):
     return answer
 
 
+EMPTY = {"token_ids": [], "logprobs": {"tokens": [], "token_logprobs": [], "top_logprobs": []}}
 WRONG = {
     "no choices": lambda answer: {"error": {"message": "out of memory"}},
     "one choice less": lambda answer: {"choices": answer["choices"][:-1]},
@@ -65,6 +74,9 @@ WRONG = {
     "tokens null": of_last(token_ids=None),
     "a token below 0": of_last(token_ids=[-1, 21, 1]),
     "a token at the vocabulary's end": of_last(token_ids=[262, 21, 1]),
+    "a token that is no whole number": of_last(token_ids=[20.5, 21, 1]),
+    "more tokens than were asked for": of_last(token_ids=[20] * 500),
+    "nothing at all": lambda answer: {"choices": [each | EMPTY for each in answer["choices"]]},
     "broken off": of_last(finish_reason="abort"),
 }
 WRONG_LOGPS = {
@@ -72,6 +84,9 @@ WRONG_LOGPS = {
     "a value NaN": of_logps("token_logprobs", math.nan),
     "the value of a token that is never sampled": of_logps("token_logprobs", -9999.0),
     "a value above 0": of_logps("token_logprobs", 0.5),
+    "a text": of_logps("token_logprobs", "-1.0"),
+    "another token's, more probable": of_logps("top_logprobs", {"token_id:77": -0.1}),
+    "two values": lambda answer: of_logps("top_logprobs", {last_logprobs(answer)["tokens"][0]: -0.1})(answer),
     "another token's": of_logps("tokens", "token_id:77"),
     "one more": lambda answer: (answer["choices"][-1]["logprobs"]["token_logprobs"].append(-1.0), answer)[1],
 }
@@ -94,7 +109,7 @@ def by_pool(one, other):
         client.vocabulary = 262
 
     urls = [one.url, other.url]
-    pool = ServerPool(meet_servers(urls, fits, patience=ONCE, report=lambda line: None), fits)
+    pool = ServerPool(meet_servers(urls, fits=fits, patience=ONCE, report=lambda line: None))
     return pool.generate(PROMPTS, n=2, max_tokens=8)["completion_ids"]
 
 
@@ -174,3 +189,28 @@ def test_the_most_probable_tokens_are_read_too():
             read(answer=answer(top))
     with refuses(ServerUnavailableError, "NaN"):
         read(answer=answer({"token_id:1": math.nan}))
+
+
+def test_experts_that_are_no_array_are_refused():
+    np.lib.format.write_array_header_1_0(
+        huge := io.BytesIO(), {"descr": "|u1", "fortran_order": False, "shape": (10**15, 1, 1)}
+    )
+    nested = b"\x93NUMPY\x01\x00\xe8\x03" + b"(" * 1000
+    for content in (b"", b"PK\x03\x04", huge.getvalue(), nested):
+        answer = honest({"prompt": [[5]]})
+        answer["choices"][0]["routed_experts"] = base64.b64encode(content).decode()
+        with refuses(ServerAnswerError, "here"):
+            require_rollout({"prompt": [[5]]}, answer, "here")
+    answer["choices"][0]["routed_experts"] = "?" * 8
+    with refuses(ServerAnswerError, "here"):
+        require_rollout({"prompt": [[5]]}, answer, "here")
+
+
+def test_answers_about_the_server_in_another_format_are_refused(servers):
+    server, _ = servers
+    client = ServerClient(server.url)
+    for path, text in {"/reset_prefix_cache": "{}", "/collective_rpc": "{}", "/weight_info": "[" * 100_000}.items():
+        server.says = {path: (200, text)}
+        with refuses(ServerError, server.url, path):
+            client.hold(Weights(f"new-{len(path)}", Path("anywhere")), reload=True)
+    server.says = {}

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from dc_trl import __version__
-from dc_trl.command import COMMANDS, main
+from dc_trl.command import COMMANDS, main, subcommand, verify
 from dc_trl.command.arguments import ARGUMENTS, RunArguments
 from dc_trl.evaluation.results import Evaluation
 from dc_trl.settings.fields import own_fields
@@ -32,6 +33,31 @@ def help_of(capsys, *words):
         main([*words])
     assert ended.value.code == 0
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["watch", "verify"])
+def test_the_help_of_what_asks_a_server_takes_no_second(name):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    succeed([sys.executable, "-m", "dc_trl", name, "--help"])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 1
+
+
+@pytest.mark.parametrize("words", [["watch", "DIR"], ["verify", "DIR"], ["evaluate", "--engine"]])
+def test_a_password_in_an_address_is_refused_unseen(words, capsys, tmp_path):
+    command, *others = words
+    url = "http://me:hunter2@127.0.0.1:9"
+    given = ["--model", str(TINY_MODEL), *others, url] if command == "evaluate" else [url, str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        main([command, *given])
+    shown = "".join(capsys.readouterr()) + str(ended.value.code)
+    assert "hunter2" not in shown
+    assert "VLLM_API_KEY" in shown
+
+
+def test_what_nobody_foresaw_is_no_answer_of_verify(capsys):
+    assert subcommand(verify.make_parser, code=2)(lambda args: {}["no such key"])(["http://a:1", "b"]) == 2
+    assert "no such key" in capsys.readouterr().err
 
 
 def test_the_help_of_training_is_short_and_has_our_fields(capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """What the answers of a server mean, and what is asked again: against a server that says what it is told to."""
 
 import asyncio
+import base64
 import json
 import math
 import re
@@ -47,6 +48,8 @@ def pauses(monkeypatch):
         ("/v1/models", (408, "late"), ServerUnavailableError, ["/v1/models (HTTP 408): late"]),
         ("/v1/models", (400, "too long"), ServerRefusedError, ["/v1/models (HTTP 400): too long"]),
         ("/v1/models", (200, "<html>"), ServerUnavailableError, ["/v1/models", "'<html>'"]),
+        ("/v1/models", (200, "[" * 100_000), ServerUnavailableError, ["/v1/models", "'[[["]),
+        ("/v1/models", (500, "a\x1b[2J\x00\nb"), ServerUnavailableError, ["a\\x1b[2J\\x00 b"]),
     ],
 )
 def test_what_an_answer_means_is_the_same_for_threads_and_for_an_event_loop(server, path, says, kind, words):
@@ -76,6 +79,19 @@ def test_a_connection_that_breaks_and_a_server_that_is_silent(server):
     impatient = Connection(server.url, Patience(request_timeout=0.2, prefix="vllm_"))
     with refuses(ServerUnavailableError, "/v1/completions within 0.2 s", "vllm_request_timeout"):
         impatient.get("/v1/completions")
+
+
+def test_a_user_with_a_password_is_read_from_netrc_unless_there_is_a_key(server, monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password hunter2\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    seen = []
+    monkeypatch.setattr(
+        server, "reply", lambda request, body: (seen.append(request.headers["Authorization"]), (200, "{}"))[1]
+    )
+    Connection(server.url).get("/version")
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+    Connection(server.url).get("/version")
+    assert seen == ["Basic " + base64.b64encode(b"me:hunter2").decode(), "Bearer key"]
 
 
 def test_no_proxy_stands_before_a_server_on_this_machine(server, monkeypatch):

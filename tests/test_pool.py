@@ -2,10 +2,12 @@
 
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 
+from dc_trl.sampling.vllm_backends import connect
 from dc_trl.serving import connection as connection_module
 from dc_trl.serving.client import RolloutSeeds, ServerClient, Weights
 from dc_trl.serving.connection import Patience
@@ -45,8 +47,8 @@ def no_pauses(monkeypatch):
 def make_pool(stubs, lines, fits=lambda client: None, router=None, **patience):
     waits = Patience(**{"server_timeout": 60.0, "prefix": "vllm_"} | patience)
     urls = [stub.url for stub in stubs]
-    servers = meet_servers(urls, fits, start_timeout=60.0, patience=waits, report=lines.append)
-    return ServerPool(servers, fits) if router is None else RoutedServers(router.url, servers, fits)
+    servers = meet_servers(urls, fits=fits, start_timeout=60.0, patience=waits, report=lines.append)
+    return ServerPool(servers) if router is None else RoutedServers(router.url, servers)
 
 
 @pytest.fixture
@@ -155,14 +157,14 @@ def test_a_lost_server_takes_prompts_again_once_it_has_loaded_the_present_weight
     generate(pool)  # still away
     assert away.failures == {"/health": 0}
     assert away.version == weights[0].version
-    assert Counter(fits) == {stub.url: 1 for stub in stubs}
+    assert Counter(fits)[away.url] == 2  # when it was met, and before it got the weights
     away.failures, away.asked = {}, []
     for stub in stubs:
         stub.bodies.clear()
     assert generate(pool, 3) == expected_rollout(3)
     assert away.version == weights[1].version
     assert away.asked.index("/collective_rpc") < away.asked.index("/v1/completions")
-    assert Counter(fits)[away.url] == 2  # it may have been started anew, with other options
+    assert Counter(fits)[away.url] == 3  # it may have been started anew, with other options
     assert len(away.bodies) > 0
     assert len(lines) == 2  # once each
     assert f"vLLM at {away.url} gets no prompts" in lines[0]
@@ -220,6 +222,50 @@ def test_when_all_are_lost_they_are_tried_again(stubs, lines, weights, no_pauses
         generate(pool)
 
 
+# What a server may come back with: the path that tells it, a part of the usual answer, and what is in its place.
+OTHERS = {
+    "scheme": ("/collective_rpc", '[""]', '["(q): QKVParallelLinear(quant=CompressedTensorsW8A8Int8)"]', "W8A8Int8"),
+    "depth": ("/collective_rpc", '[""]', '["(0-3): 4 x Layer()"]', "4 x Layer"),
+    "KV cache": ("/server_info", '"cache_dtype": "auto"', '"cache_dtype": "bfloat16"', "bfloat16"),
+    "log-probabilities": ("/server_info", "processed_logprobs", "raw_logprobs", "raw_logprobs"),
+    "context": ("/server_info", "4096", "2048", "2048"),
+    "model": ("/server_info", '"revision": null', '"revision": "other"', "other"),
+    "vLLM": ("/version", "0.31", "0.32", "0.32"),
+}
+
+
+@pytest.mark.parametrize("setting", ["one", "pool", "router"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_server_that_comes_back_as_another_one_is_not_used(stubs, weights, tmp_path, caplog, setting, other):
+    path, usual, changed, word = OTHERS[other]
+    urls = [stub.url for stub in stubs]
+    with stub_server(Router(urls)) as router:
+        first = {"one": urls[0], "pool": None, "router": router.url}[setting]
+        fields = {} if setting == "one" else {"vllm_server_base_urls": urls}
+        args = helpers.make_config(tmp_path, **at_server(first) | fields)
+        model = make_model(64)
+        for synchronizes in (True, False):
+            stubs[0].says = {}
+            client = connect(args, model.config, "checkpoint", 0)
+            client.load(weights[0])
+            generate(client)
+            stubs[0].bodies.clear()
+            stubs[0].says = {path: (200, stubs[0].answer(path, {})[1].replace(usual, changed))}
+            ask = partial(client.load, weights[1])
+            if not synchronizes:
+                stubs[0].version, ask = "default", partial(generate, client)
+            if setting == "pool":
+                ask()
+                generate(client)
+                assert len(stubs[1].bodies) > 0
+                assert word in caplog.text
+                assert f"{stubs[0].url} gets no prompts" in caplog.text
+            else:
+                with refuses(ServerError, stubs[0].url, word, "options"):
+                    ask()
+            assert stubs[0].bodies == []
+
+
 # --- a router before the servers
 
 
@@ -234,6 +280,29 @@ def test_weights_that_change_behind_a_router_make_its_whole_rollout_void(stubs, 
     assert stubs[1].url in lines[0]
     assert "weights" in lines[0]
     assert [stub.asked.count("/collective_rpc") for stub in stubs] == [2, 2, 2]  # all were loaded again
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_servers_behind_a_router_that_are_not_in_the_list_end_the_rollout(stubs, lines, weights, passes):
+    with stub_server(Router([stub.url for stub in stubs])) as router:
+        if not passes:  # a router of which nothing can be known
+            router.says = dict.fromkeys(("/weight_info", "/list_workers"), (404, "Not Found"))
+        client = make_pool(stubs[:2], lines, router=router, max_retries=2)
+        client.load(weights[0])
+        words = ["weights 'default'", repr(weights[0].version)] if passes else ["GET /weight_info"]
+        with refuses(ServerError, router.url, "vllm_server_base_url", *words):
+            generate(client)
+
+
+def test_a_single_address_that_spreads_sessions_is_known_for_a_router(stubs, lines, weights):
+    """As a router with a hash of the session does, which sends requests without one to the same server."""
+    with stub_server(Router([stub.url for stub in stubs])) as router:
+        router.pick = lambda headers: stubs[int(headers.get("X-Session-ID", "0"), 16) % 3].url
+        client = ServerClient(router.url, report=lines.append)
+        client.load(weights[0])
+        assert {stub.version for stub in stubs} == {weights[0].version, "default"}
+        with refuses(ServerError, router.url, "'default'", "vllm_server_base_urls"):
+            generate(client)
 
 
 @pytest.mark.parametrize("routed", [False, True])

@@ -168,7 +168,7 @@ def test_what_the_page_on_collapsed_runs_looks_for_is_in_the_report(tmp_path):
         name for cells in re.findall(r"^\| (.*?) \|", page, re.M) for name in re.findall(r"`([a-z_/]+)`", cells)
     }
     columns -= {"lambda_max"}  # a setting
-    run = read_run(make_run(tmp_path / "run", rows=make_rows(20, **{name: float for name in columns})))
+    run = read_run(make_run(tmp_path / "run", rows=make_rows(20, **dict.fromkeys(columns, float))))
     assert columns <= {panel.metric for panel in panels_of(run)}
     assert len(columns) > 6
 

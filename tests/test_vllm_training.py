@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,6 +51,7 @@ from .helpers import (
     takes_minutes,
     tiny_model,
 )
+from .stub_server import Router, stub_server
 from .vllm_server import complete, requires_vllm, shared_memory, wait_until_gone
 
 
@@ -425,6 +427,17 @@ def test_a_server_killed_in_a_rollout_and_restarted_gets_the_weights_again(own_s
     served = complete(own_server.url, PROMPTS, max_tokens=64, ignore_eos=True)
     stale = mean_gap(served, untrained, "bf16")
     assert max(logged(trainer, "discrepancy/mean")) < stale / 3
+
+
+@pytest.mark.long
+def test_a_server_that_comes_back_in_another_scheme_ends_the_run(fp8_server, own_server, tmp_path):
+    with stub_server(Router([fp8_server.url])) as address:
+        trainer = make_trainer(address.url, tmp_path, max_steps=4)
+        trainer.add_callback(At(2, lambda: setattr(address, "turns", cycle([own_server.url]))))
+        with refuses(ServerError, address.url, "'compressed-tensors'", "options", "resume_from_checkpoint"):
+            trainer.train()
+    assert trainer.state.global_step == 2
+    assert max(logged(trainer, "discrepancy/mean")) < 0.1  # 0.8 with another scheme's weights
 
 
 @pytest.mark.long

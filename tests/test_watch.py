@@ -3,6 +3,9 @@
 import json
 import math
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -18,7 +21,7 @@ from dc_trl.command.problems import DataArguments, draw_prompts
 from dc_trl.data.prompts import tokenize
 from dc_trl.serving.client import ServerClient, Weights
 
-from .helpers import TINY_MODEL, make_model, make_tokenizer, read_rows, tiny_model
+from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL, make_model, make_tokenizer, read_rows, tiny_model
 from .stub_server import stub_server
 from .test_verify import deploy
 from .vllm_server import requires_vllm
@@ -123,6 +126,36 @@ def test_the_numbers_are_those_of_a_computation_by_hand(tmp_path, capsys):
     assert first["weight_version"] is None
     assert first["floor"] == 0  # float32 is not rounded again
     assert list((tmp_path / "watch").rglob("events.out.tfevents.*"))
+
+
+def test_a_watch_beside_an_adapter_asks_for_it_and_outlasts_a_refusal(tmp_path, capsys):
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear"))
+    save(model, tmp_path / "run" / "checkpoint-4")
+    base, *adapters = [{"id": name, "root": name, "parent": "base"} for name in ("base", "run-3", "run-4\x1b[2J")]
+    cards = [base | {"parent": None, "max_model_len": 64}, *(card | {"max_model_len": None} for card in adapters)]
+    with stub_server() as stub:
+        stub.completes = Policy(tiny_model())
+        stub.says = {"/v1/models": (200, json.dumps({"data": cards})), "/v1/completions": (404, "no such model")}
+        stub.before = lambda stub, path: len(stub.bodies) >= len(PROMPTS) and stub.says.pop("/v1/completions", None)
+        assert watch.main(options(tmp_path, stub.url, "--looks", "1", "--every", "0.02")) == 0
+        assert {body["model"] for body in stub.bodies} == {"run-4\x1b[2J"}
+    assert looks(tmp_path)[0]["name"] == "run-4\x1b[2J"
+    out = capsys.readouterr().out
+    assert "asked again" in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_a_watch_without_a_traceback(tmp_path):
+    with stub_server() as stub:
+        command = [*DEFAULT_SIGINT, sys.executable, "-u", "-m", "dc_trl", "watch", stub.url, str(tmp_path)]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            while "waiting for" not in process.stdout.readline():
+                pass
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in error
 
 
 def test_only_a_complete_checkpoint_is_taken(tmp_path):

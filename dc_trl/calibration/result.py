@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-
 from ..constraint.settings import Measure, Reduction
 from ..files import write_text
 from ..records.estimators import Estimate
@@ -103,7 +101,7 @@ class CalibrationSettings:
     bf16: bool = setting(True, "whether the model is scored under bfloat16 autocast; use bf16 of the run")
     seed: Annotated[int, SEED] = setting(0, "seed of the completions and of the intervals")
     # The model goes there after the servers have ended, which may need the same GPU; None: it stays where it is.
-    device: str | torch.device | None = setting(None, "device of scoring and of replicas")
+    device: Any = setting(None, "device of scoring and of replicas")
     batch_tokens: Annotated[int, COUNT] = setting(
         16384, "tokens of one forward, padding included; a longer completion has a forward of its own"
     )

@@ -151,11 +151,13 @@ def _from_server(
 
 def _connect(url: str, config: PretrainedConfig, longest_prompt: int) -> ServerClient:
     """Return a client of a running server that fits the policy."""
-    client = ServerClient(url, start_timeout=5.0, patience=_PATIENCE)
-    require_loaded(client.weight_version(), client.base_url)
-    # No weights are sent, and the server may be in any number format.
-    client.require_fit(config, scheme=None, max_length=longest_prompt + 1, weight_sync="none")
-    return client
+
+    def fits(client: ServerClient) -> None:
+        require_loaded(client.weight_version(), client.base_url)
+        # No weights are sent, and the server may be in any number format.
+        client.require_fit(config, scheme=None, max_length=longest_prompt + 1, weight_sync="none")
+
+    return ServerClient(url, fits=fits, start_timeout=5.0, patience=_PATIENCE)
 
 
 def require_engines(engines: Sequence[EngineSpec], config: PretrainedConfig) -> None:

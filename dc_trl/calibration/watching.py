@@ -42,6 +42,10 @@ class Checkpoint(NamedTuple):
         steps = _STEP.findall(str(self.path))
         return int(steps[-1]) if steps else None
 
+    @property
+    def is_adapter(self) -> bool:
+        return (self.path / _CONFIGS[1]).is_file()
+
 
 def newest_checkpoint(directory: Path) -> Checkpoint | None:
     """Return the newest complete checkpoint in a directory or below it; None if there is none yet.

@@ -4,9 +4,11 @@ A module has `make_parser()` and `main(words)`, which returns the argument of `s
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from ..secrets import printable
 from ..serving.errors import ServerError
 from ..settings.command_line import WRONG_INPUT, OptionParser, leave_on_sigterm, nearest
 from ..version import __version__
@@ -32,7 +34,7 @@ def subcommand(make_parser: Callable[[], OptionParser], *refusals: type[Exceptio
     Args:
         make_parser: returns the command's parser.
         refusals: exceptions that mean wrong input, beside `WRONG_INPUT` and those of servers.
-        code: exit code of a refusal.
+        code: exit code of a refusal and, where 1 is an answer, of any other exception too.
     """
 
     wrong_input: tuple[type[Exception], ...] = (*WRONG_INPUT, ServerError, *refusals)
@@ -45,8 +47,15 @@ def subcommand(make_parser: Callable[[], OptionParser], *refusals: type[Exceptio
                 return run(args)
             except wrong_input as error:
                 if code == 1:
-                    sys.exit(f"error: {error}")
-                print(f"error: {error}", file=sys.stderr)
+                    sys.exit(printable(f"error: {error}"))
+                print(printable(f"error: {error}"), file=sys.stderr)
+                return code
+            except KeyboardInterrupt:
+                return 130
+            except Exception:
+                if code == 1:
+                    raise
+                traceback.print_exc()
                 return code
 
         return main

@@ -35,12 +35,10 @@ from ..settings.command_line import (
 from ..settings.pretrained import load_config_and_tokenizer
 from ..settings.ranges import COUNT, Range, require_numbers
 from . import subcommand
-from .problems import DataArguments, draw_prompts
+from .data_arguments import DATA_FIELDS, TRAIN_DTYPES, DataArguments, add_prompts
+from .problems import draw_prompts
 
 
-# Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.
-TRAIN_DTYPES = {"bfloat16": (torch.bfloat16, True), "mixed": (torch.float32, True), "float32": (torch.float32, False)}
-DATA_FIELDS = ("dataset_config", "dataset_split", "prompt_column", "answer_column", "instruction", "max_prompt_length")
 # Options that are settings of the calibration, which describes and checks them.
 SETTINGS = {
     "the sampling": ("samples", "max_tokens", "temperature", "seed"),
@@ -79,14 +77,6 @@ def make_parser() -> OptionParser:
     output.add_argument("--output", type=Path, default=Path("runs", "calibration"), help="directory of the results")
     output.add_argument("--overwrite", action="store_true", help="replace the calibration that is there")
     return parser
-
-
-def add_prompts(parser: argparse.ArgumentParser, default: int) -> argparse._ActionsContainer:
-    """Add the options of a data set of prompts, and of the number of prompts, for `drawn_prompts`."""
-    group = parser.add_argument_group("the prompts")
-    add_fields(group, DataArguments, "dataset_name", *DATA_FIELDS)
-    group.add_argument("--prompts", type=int, default=default, help=f"how many, drawn at random (default: {default})")
-    return group
 
 
 def drawn_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -2,9 +2,8 @@
 
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Annotated
 
 from accelerate import PartialState
 from datasets import Dataset
@@ -16,35 +15,7 @@ from ..data.cleaning import clean, print_cleaning
 from ..data.dapo import load_dapo
 from ..data.prompts import BOXED_INSTRUCTION, Prompt, describe_counts, load_prompts, load_rows, make_prompt
 from ..grading.rewards import REWARDS
-from ..settings.contradictions import CheckedSettings
-from ..settings.fields import setting
-from ..settings.ranges import COUNT, WHOLE
-
-
-@dataclass
-class DataArguments(CheckedSettings):
-    """The prompts, answers and rewards of a training configuration."""
-
-    dataset_name: str | None = setting(
-        None,
-        "Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' (DAPO-Math-17K, "
-        "cleaned at every start; dc-trl prepare-data does it once).",
-    )
-    dataset_config: str | None = setting(None, "Configuration of a Hub data set.")
-    dataset_split: str = setting("train", "Split of a Hub data set.")
-    prompt_column: str = setting(
-        "prompt", "Column of the prompts, which are text or messages. For a nested field write column.field."
-    )
-    answer_column: str = setting("answer", "Column of the right answers. For a nested field write column.field.")
-    instruction: str | None = setting(None, "Text that is appended to each prompt after a blank line.")
-    max_prompt_length: Annotated[int | None, COUNT] = setting(None, "Prompts of more tokens than this are left out.")
-    eval_size: Annotated[int, WHOLE] = setting(
-        0, "Number of problems held out to measure the deployed policy before and after training."
-    )
-    eval_greedy: bool = setting(
-        False, "Measure greedy completions of the held-out problems at evaluations in between too (eval_strategy)."
-    )
-    rewards: list[str] = setting(["math"], "Reward functions: 'math', 'arithmetic', or dotted paths of your own.")
+from .data_arguments import DataArguments
 
 
 def load_data(

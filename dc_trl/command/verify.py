@@ -15,24 +15,16 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..calibration import CalibrationSettings
-from ..calibration.served import compare_hashes
-from ..calibration.watching import look
-from ..quantization.contract import broken_terms, read_contract, read_tensors
-from ..sampling.replica import Replica
-from ..sampling.seeded import Disclosed
-from ..serving.connection import Connection
 from ..serving.errors import ServerError, ServerRefusedError
-from ..settings.command_line import OptionParser, say
-from ..settings.pretrained import load_config_and_tokenizer
+from ..settings.command_line import OptionParser, say, saying_if_slow
 from . import subcommand
 
 
 # Up to this multiple of the floor, kernels may explain a difference: SmolLM2-135M in FP8 is 1.3 floors from vLLM.
 _FLOORS = 2.0
 _PROMPTS = [f"Write down the number {number} in words, and the sum of its digits." for number in range(17, 800, 49)]
-_SETTINGS = CalibrationSettings(max_tokens=32, reduction="token", bf16=False)
 _PASSES = 4  # each with another order of sums
+_SECONDS = 600.0  # that a request may take
 
 
 def make_parser() -> OptionParser:
@@ -54,7 +46,18 @@ def verify(url: str, directory: Path) -> bool:
         ServerError: the server could not be asked.
         ValueError, OSError, SafetensorError: the checkpoint has no contract, or cannot be read.
     """
-    connection, contract = Connection(url), read_contract(directory)
+    # They take seconds, which --help does not need.
+    from ..calibration import CalibrationSettings
+    from ..calibration.served import compare_hashes
+    from ..calibration.watching import look
+    from ..quantization.contract import broken_terms, read_contract, read_tensors
+    from ..sampling.replica import Replica
+    from ..sampling.seeded import Disclosed
+    from ..serving.connection import Connection, Patience
+    from ..settings.pretrained import load_config_and_tokenizer
+
+    connection, contract = Connection(url, Patience(request_timeout=_SECONDS)), read_contract(directory)
+    asking = f"{url} is asked, and may take {_SECONDS:g} s to answer"
     if (reason := connection.why_down()) is not None:
         raise ServerError(f"no vLLM server answers at {url} ({reason}): start one with vllm serve, or fix the URL.")
     _, tokenizer = load_config_and_tokenizer(str(directory), "checkpoint")
@@ -63,7 +66,8 @@ def verify(url: str, directory: Path) -> bool:
         return _say_no(f"{directory} differs from its contract", broken)
     say(f"{directory} holds {len(tensors)} tensors in {contract['scheme']}, as its contract says.")
     try:
-        answer = connection.request("POST", "/weight_checker", json={"action": "checksum"})
+        with saying_if_slow(asking):
+            answer = connection.request("POST", "/weight_checker", json={"action": "checksum"})
     except ServerRefusedError:
         say(f"{url} has no /weight_checker, so log-probabilities are compared.")
     else:
@@ -77,7 +81,9 @@ def verify(url: str, directory: Path) -> bool:
         say(f"{url} has no comparable hash of {len(unknown)} tensors, {unknown[0]} among them.")
     replica = Replica.of_checkpoint(directory, contract["scheme"])
     prompts = [tokenizer(text)["input_ids"] for text in _PROMPTS]
-    found = look(connection, Disclosed.of(connection).name, replica.model, prompts, 1, _SETTINGS, _PASSES)
+    settings = CalibrationSettings(max_tokens=32, reduction="token", bf16=False)
+    with saying_if_slow(asking):
+        found = look(connection, Disclosed.of(connection).name, replica.model, prompts, 1, settings, _PASSES)
     difference, floor, tokens = found["discrepancy"], found["floor"], found["tokens"]
     same = difference <= _FLOORS * floor
     say(

@@ -6,41 +6,36 @@ Each time a new checkpoint is complete, and every few minutes, the server sample
 its public endpoints, and the newest checkpoint below the directory scores them here. A look prints a line and appends
 one to watch.jsonl. Trainer and server are not changed; a server that does not answer is asked again later.
 
-The exit code is 1 as soon as δ̄ is above --fail_above, 0 after --looks, and 2 if the watch cannot begin.
+The exit code is 1 as soon as δ̄ is above --fail_above, 0 after --looks, and 2 if the watch cannot begin or fails.
 """
 
 import json
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
-
-from ..calibration import CalibrationSettings
-from ..calibration.watching import Checkpoint, look, newest_checkpoint
-from ..data.prompts import tokenize
+from ..calibration.result import CalibrationSettings
 from ..files import append_text
-from ..sampling.seeded import Disclosed
-from ..serving.connection import Connection, Patience
-from ..serving.errors import ServerUnavailableError
-from ..settings.command_line import OptionParser, add_fields, say
-from ..settings.pretrained import load_tokenizer
+from ..serving.errors import ServerRefusedError, ServerUnavailableError
+from ..settings.command_line import OptionParser, add_fields, say, saying_if_slow
 from ..settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
 from . import subcommand
-from .calibrate import TRAIN_DTYPES, add_prompts, drawn_prompts
+from .data_arguments import TRAIN_DTYPES, add_prompts
 
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from ..calibration.watching import Checkpoint
+    from ..sampling.seeded import Disclosed
 
 WATCH_FILE = "watch.jsonl"
 _RANGES = {"every": ABOVE_0, "looks": COUNT, "prompts": Range(least=2, whole=True), "top_k": COUNT}
 _RANGES |= {"fail_above": AT_LEAST_0, "max_prompt_length": COUNT}
 _POLL = 1.0  # seconds between two looks at the directory
-_SECONDS = 600.0  # that a request may take
+_SECONDS = 600.0  # that a request for completions may take, while the server samples for a trainer
+_SOON = 30.0  # and all that the server says of itself
 
 
 def make_parser() -> OptionParser:
@@ -54,20 +49,34 @@ def make_parser() -> OptionParser:
     prompts = add_prompts(parser, default=32)
     prompts.add_argument("--top_k", type=int, default=20, help="most probable tokens to compare at a position")
     add_fields(prompts, CalibrationSettings, "max_tokens", "seed", "device")
-    parser.set_defaults(max_tokens=64, device="cuda" if torch.cuda.is_available() else "cpu")
+    parser.set_defaults(max_tokens=64)
     output = parser.add_argument_group("the results")
     output.add_argument("--output", type=Path, default=Path("runs", "watch"), help=f"directory of {WATCH_FILE}")
-    output.add_argument("--report_to", choices=list(map(str, LOGGER_TYPE_TO_CLASS)), help="also log to this tracker")
+    output.add_argument("--report_to", help="also log to this tracker of accelerate, as trackio or wandb")
     return parser
 
 
 @subcommand(make_parser, code=2)
 def main(args: Namespace) -> int:
+    # They take seconds, which --help does not need.
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from ..calibration.watching import look, newest_checkpoint
+    from ..data.prompts import tokenize
+    from ..sampling.seeded import Disclosed
+    from ..serving.connection import Connection, Deadline, Patience
+    from ..settings.pretrained import load_tokenizer
+    from .calibrate import drawn_prompts
+
     disable_progress_bar()  # a look is one line
     require_numbers(args, _RANGES)
     connection = Connection(args.url, Patience(request_timeout=_SECONDS))
     tracker = _tracker(args)
-    say(f"{args.url}: {Disclosed.of(connection)}")
+    with connection.task(Deadline(_SOON)):
+        say(f"{args.url}: {Disclosed.of(connection)}")
     dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
     settings = CalibrationSettings(max_tokens=args.max_tokens, seed=args.seed, bf16=bf16, batch_prompts=args.prompts)
     args.output.mkdir(parents=True, exist_ok=True)
@@ -87,10 +96,13 @@ def main(args: Namespace) -> int:
             if prompts is None:
                 tokenizer = load_tokenizer(str(newest.path), "checkpoint")
                 prompts = tokenize(drawn_prompts(args, tokenizer), tokenizer)
-            policy = AutoModelForCausalLM.from_pretrained(newest.path, dtype=dtype).to(args.device).eval()
-            server = Disclosed.of(connection)
-            numbers = look(connection, server.name, policy, prompts, args.top_k, settings)
-        except ServerUnavailableError as error:
+            device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+            policy = AutoModelForCausalLM.from_pretrained(newest.path, dtype=dtype).to(device).eval()
+            with connection.task(Deadline(_SOON)):
+                server = Disclosed.of(connection, newest.is_adapter)
+            with saying_if_slow(f"{args.url} is asked for completions, and may take {_SECONDS:g} s"):
+                numbers = look(connection, server.name, policy, prompts, args.top_k, settings)
+        except (ServerUnavailableError, ServerRefusedError) as error:
             say(f"{error}; it is asked again in {args.every:g} minutes, or at the next checkpoint")
             continue
         except (OSError, SafetensorError) as error:
@@ -117,7 +129,7 @@ def main(args: Namespace) -> int:
             return int(failed)
 
 
-def _line(checkpoint: Checkpoint, age: float, server: Disclosed, numbers: dict[str, float]) -> str:
+def _line(checkpoint: "Checkpoint", age: float, server: "Disclosed", numbers: dict[str, float]) -> str:
     return (
         f"{time.strftime('%H:%M:%S')} {checkpoint.path.name}, {age:.0f} s old: "
         f"δ̄ {numbers['discrepancy']:.3g} [{numbers['discrepancy_low']:.3g}, {numbers['discrepancy_high']:.3g}], "
@@ -126,11 +138,17 @@ def _line(checkpoint: Checkpoint, age: float, server: Disclosed, numbers: dict[s
     )
 
 
-def _tracker(args: Any) -> Accelerator | None:
+def _tracker(args: Any) -> "Accelerator | None":
     if args.report_to is None:
         return None
-    if args.report_to not in map(str, get_available_trackers()):
-        raise ValueError(f"report_to={args.report_to!r} is not installed: pip install {args.report_to}")
+    from accelerate import Accelerator
+    from accelerate.tracking import get_available_trackers
+
+    if args.report_to not in (installed := list(map(str, get_available_trackers()))):
+        raise ValueError(
+            f"report_to={args.report_to!r} is not one of the trackers that are installed: {', '.join(installed)}. "
+            f"Choose one, or pip install {args.report_to}."
+        )
     tracker = Accelerator(log_with=args.report_to, project_dir=args.output)
     tracker.init_trackers("dc_trl-watch", {name: str(value) for name, value in vars(args).items()})
     return tracker

@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..files import write_text
+from ..secrets import printable
 from ..version import __version__
 from .outcome import facts_table, outcome_table, settings_table, time_table
 from .panels import panels_of
@@ -52,7 +53,7 @@ def write_report(run_dir: str | PathLike[str], path: str | PathLike[str], title:
         settings=settings_table(run),
     )
     page_path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(page_path, page)
+    write_text(page_path, printable(page))
     return page_path
 
 

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from ..quantization.schemes import FP8_CACHE, RESEARCH_BITS, SCHEMES, SERVED_SCHEMES
+from ..secrets import require_open_address
 from ..serving.background import all_of, in_event_loop
 from ..serving.client import require_loaded
 from ..serving.connection import Connection, Patience
@@ -48,7 +49,7 @@ class EngineSpec(NamedTuple):
             ValueError: the word does not name an engine.
         """
         if re.match(r"https?://[^/]", word):
-            return cls(word.rstrip("/"), "url", None)
+            return cls(require_open_address(word, "engine").rstrip("/"), "url", None)
         scheme = word.removeprefix("replica:")
         in_process = scheme != word
         if scheme not in SERVED_SCHEMES and not (in_process and scheme.removesuffix(FP8_CACHE) in RESEARCH_BITS):
@@ -159,15 +160,17 @@ class Disclosed(NamedTuple):
     quantization: str | None = None
 
     @classmethod
-    def of(cls, connection: Connection) -> "Disclosed":
-        """Ask a server, first for what its public endpoints say.
+    def of(cls, connection: Connection, adapter: bool = False) -> "Disclosed":
+        """Ask a server, first for what its public endpoints say; with `adapter`, of the last one that it has loaded.
 
         Raises:
             ServerError: it does not answer, or not as vLLM does.
         """
         with connection.reading("/v1/models, /version, /weight_info or /server_info"):
-            card, version = connection.get("/v1/models")["data"][0], connection.get("/version")["version"]
-            found = cls(str(card["id"]), str(card["root"]), int(card["max_model_len"]), str(version))
+            cards, version = connection.get("/v1/models")["data"], connection.get("/version")["version"]
+            # The base comes first, and alone has a length.
+            card = next((card for card in reversed(cards) if adapter and card.get("parent")), cards[0])
+            found = cls(str(card["id"]), str(card["root"]), int(cards[0]["max_model_len"]), str(version))
             if cache := re.search(r'cache_config_info\{.*?cache_dtype="([^"]*)"', connection.text("/metrics")):
                 found = found._replace(kv_cache_dtype=cache[1])
             with suppress(ServerRefusedError):

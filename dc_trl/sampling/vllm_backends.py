@@ -277,7 +277,9 @@ class ServerGeneration(_DeployedGeneration):
                 if self.accelerator.is_main_process:
                     client, version = self.vllm_client, self.weight_version
                     client.weights = Weights(version, None)
-                    client.connection.persist(lambda first: client.name_weights(LOADING + version))
+                    client.connection.persist(
+                        lambda first: (client.fits(client), client.name_weights(LOADING + version))
+                    )
             if self.accelerator.is_main_process:
                 self._stream_weights()
             else:
@@ -445,11 +447,11 @@ def connect(
         )
 
     options = {"start_timeout": args.vllm_server_timeout, "patience": waits, "report": logger.warning}
-    servers = meet_servers(urls, fits, group_port=args.vllm_group_port, **options)
+    servers = meet_servers(urls, fits=fits, group_port=args.vllm_group_port, **options)
     if router is not None:
-        return RoutedServers(router, servers, fits)
+        return RoutedServers(router, servers)
     if len(servers) > 1:
-        return ServerPool(servers, fits)
+        return ServerPool(servers)
     require_listed(servers[0].connection, 1)
     return servers[0]
 

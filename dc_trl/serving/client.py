@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -10,18 +11,28 @@ import torch
 from transformers import PretrainedConfig
 from trl.generation.vllm_client import VLLMClient
 
-from .background import in_coroutine, pause
-from .connection import ONE_TRY, Connection, Patience, persist, wait_until_up
+from .background import all_of, in_coroutine, pause
+from .connection import ONE_TRY, SESSION, Connection, Patience, persist, wait_until_up
 from .errors import ServerError, ServerRefusedError, ServerUnavailableError
 from .fit import PLAIN_CACHES, check_server, is_cpu
 
 
 LOADING = "loading-"  # prefix of the version of weights that are not completely loaded
 UNNAMED = "default"  # version of the weights with which a server starts
+ASKED = 16  # how often the version of a server's weights is asked after a rollout, as routers may send it anywhere
+_USED = "Does another run use it? If it is a router, list its servers in vllm_server_base_urls."
 _AS_JSON = {"config_format": "json"}
 T = TypeVar("T")
 Fits: TypeAlias = "Callable[[ServerClient], None]"  # raises a ServerError if a server does not fit the run
+# Entries of a server's configuration that decide, beside its weights and layers, what it samples.
+_SAMPLES_BY = ("served_model_name", "revision", "dtype", "quantization", "logprobs_mode", "max_model_len")
 _told = set[str]()  # addresses of servers of which a run was told that it counts their weights' versions
+
+
+def first_difference(before: Any, now: Any) -> tuple[str, str]:
+    """Return two values that differ as texts, or their first lines that differ."""
+    lines = zip_longest(str(before).splitlines(), str(now).splitlines(), fillvalue="")
+    return next(((repr(was.strip()), repr(line.strip())) for was, line in lines if was != line), (before, now))
 
 
 def require_loaded(version: str | None, url: str) -> None:
@@ -80,6 +91,11 @@ class RolloutSeeds:
     def forget(self) -> None:
         """End the rollout, so that the next one gets other seeds."""
         self._rollout_seed = None
+
+    def headers(self, count: int) -> list[dict[str, str]]:
+        """Return headers of requests that a router sends where it sent the last prompts; one without before them."""
+        sessions = list(self._sessions.values())
+        return [{SESSION: session} for session in islice(cycle(sessions), count)] or [{}]
 
     def _sessions_of(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Return the session of each prompt: that of the longest first prompt with which it begins, or a new one."""
@@ -194,6 +210,7 @@ class ServerClient(RolloutClient):
 
     Args:
         base_url: address of the server, "http://127.0.0.1:8000".
+        fits: called with the client when it has met the server, and in `hold`, to refuse a server that does not fit.
         group_port: port of TRL's NCCL weight stream.
         start_timeout: seconds to wait until the server is up.
         patience: time limits and number of tries of requests.
@@ -207,31 +224,35 @@ class ServerClient(RolloutClient):
 
     Raises:
         ServerUnavailableError: the server is not up within `start_timeout`.
-        ServerError: the server requires an API key, or has no development endpoints.
+        ServerError: the server requires an API key, or has no development endpoints, or does not fit.
     """
 
     def __init__(
         self,
         base_url: str,
         *,
+        fits: Fits = lambda client: None,
         group_port: int = 51216,
         start_timeout: float = 240.0,
         patience: Patience = ONE_TRY,
         report: Callable[[str], None] = print,
     ):
         super().__init__([self], [Connection(base_url, patience, report)])
+        self.fits = fits
         self.kv_cache_dtype: str | None = None
+        self._met: dict[str, Any] = {}  # what the server was at the first `require_fit`
         self.lost: str | None = None
         self.answered = 0
         self._counted: tuple[str, str] | None = None  # where the server cannot: its start, and its weights' version
         with self.connection.task() as end, self.connection.reading("/v1/models, /version or /server_info"):
             self.check_server(min(start_timeout, end.left))
             self.connection.persist(lambda first: self._meet(group_port))
+            self.connection.persist(lambda first: fits(self))
 
     def _meet(self, group_port: int) -> None:
         """Connect, and count the versions of the weights here if the server cannot name them (vLLM before 0.31)."""
         super(RolloutClient, self).__init__(base_url=self.connection.url, group_port=group_port)
-        self.vllm = str(self.connection.get("/version")["version"])
+        self.vllm = self._version()
         try:
             self.connection.get("/weight_info")
         except ServerRefusedError:
@@ -255,6 +276,9 @@ class ServerClient(RolloutClient):
         """Return the server's resolved configuration (`VllmConfig`) as a JSON tree."""
         return self._server_info()["vllm_config"]
 
+    def _version(self) -> str:
+        return str(self.connection.get("/version")["version"])
+
     def _server_info(self) -> dict[str, Any]:
         return self.connection.get("/server_info", params=_AS_JSON)
 
@@ -264,11 +288,13 @@ class ServerClient(RolloutClient):
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def hold(self, weights: Weights | None, reload: bool) -> None:
+        served = "" if weights is None else self.weight_version()
+        if reload or (weights is not None and served != weights.version):
+            self.fits(self)  # it may have come back as another one
         if weights is None:
             return
         if weights.adapter is not None:
             self.model = weights.version  # which requests name
-        served = self.weight_version()
         if served == weights.version and not (reload and weights.checkpoint is not None):
             return
         if weights.checkpoint is None:
@@ -288,11 +314,19 @@ class ServerClient(RolloutClient):
         self.name_loaded(weights.version)
 
     async def require_kept(self, weights: Weights | None) -> None:
-        if weights is not None and await self.aweight_version() != weights.version:
-            raise ServerUnavailableError(f"vLLM at {self.base_url} lost or changed its weights during a rollout")
+        if weights is None:
+            return
+        asked = self.seeds.headers(ASKED if self._counted is None else 1)
+        for version in await all_of(map(self.aweight_version, asked)):
+            if version != weights.version:
+                raise ServerUnavailableError(
+                    f"vLLM at {self.base_url} lost or changed its weights during a rollout: {version!r}. {_USED}"
+                )
 
     def require_fit(self, config: PretrainedConfig, **needs: Any) -> None:
         """Refuse the server if it would not sample the trained model, and take the model's `vocabulary`.
+
+        Later calls also refuse a server that is not what it was at the first one.
 
         Args:
             config: configuration of the trained model.
@@ -302,10 +336,21 @@ class ServerClient(RolloutClient):
             ServerError: the server does not fit; the message names the option of `vllm serve` to change.
         """
         with self.connection.reading("/server_info"):
-            info, layers = self.connection.persist(lambda first: (self._server_info(), self.layers()))
+            info, layers = self._server_info(), self.layers()
+            cache = info["vllm_config"]["cache_config"]["cache_dtype"]
+            # Other versions of vLLM may lack some of these entries.
+            present = {name: info["vllm_config"]["model_config"].get(name) for name in _SAMPLES_BY}
+            present |= {"kv_cache_dtype": cache, "layers": layers, "version of vLLM": self._version()}
+            for name, before in (self._met or present).items():
+                if present[name] != before:
+                    was, now = first_difference(before, present[name])
+                    raise ServerError(
+                        f"vLLM at {self.base_url} has come back as another server: its {name} changed from {was} "
+                        f"to {now}. Start it with the model and the options that it had."
+                    )
             check_server(info["vllm_config"], layers, config=config, **needs)
+            self._met, self.kv_cache_dtype = present, cache
             self.context: int = info["vllm_config"]["model_config"]["max_model_len"]
-            self.kv_cache_dtype = cache = info["vllm_config"]["cache_config"]["cache_dtype"]
             if needs.get("lora_rank") and not info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
                 raise ServerError(
                     f"vLLM at {self.base_url} takes adapters only when it starts: start it with "
@@ -323,10 +368,10 @@ class ServerClient(RolloutClient):
         """Return the version of the weights that the server holds; "default" until weights are loaded."""
         return in_coroutine(self.aweight_version())
 
-    async def aweight_version(self) -> str:
+    async def aweight_version(self, headers: dict[str, str] | None = None) -> str:
         """Do the same as `weight_version` in an event loop."""
         path = "/weight_info" if self._counted is None else "/server_info"
-        answer = await self.connection.arequest("GET", path, params=_AS_JSON)
+        answer = await self.connection.arequest("GET", path, params=_AS_JSON, headers=headers)
         with self.connection.reading(path):
             if self._counted is None:
                 return answer["weight_version"]
@@ -369,8 +414,7 @@ class ServerClient(RolloutClient):
             self.name_weights(weight_version)
         if (served := self.weight_version()) != weight_version:
             raise ServerUnavailableError(
-                f"vLLM at {self.base_url} serves weights {served!r} although {weight_version!r} were loaded: does "
-                "another run use it?"
+                f"vLLM at {self.base_url} serves weights {served!r} although {weight_version!r} were loaded. {_USED}"
             )
 
     def reset_prefix_cache(self) -> None:
@@ -381,8 +425,9 @@ class ServerClient(RolloutClient):
         """
         # Blocks of a request that has just ended may stay in use for a moment.
         for _ in range(50):
-            if self.connection.request("POST", "/reset_prefix_cache")["success"]:
-                return
+            with self.connection.reading("/reset_prefix_cache"):
+                if self.connection.request("POST", "/reset_prefix_cache")["success"]:
+                    return
             pause(0.1)
         raise ServerUnavailableError(
             f"vLLM at {self.base_url} cannot empty its prefix cache: requests of another client are running on it"
@@ -390,4 +435,5 @@ class ServerClient(RolloutClient):
 
     def _collective_rpc(self, method: str, **kwargs: Any) -> list:
         body = {"method": method, "kwargs": kwargs}
-        return self.connection.request("POST", "/collective_rpc", json=body)["results"]
+        with self.connection.reading("/collective_rpc"):
+            return list(self.connection.request("POST", "/collective_rpc", json=body)["results"])

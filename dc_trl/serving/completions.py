@@ -3,6 +3,7 @@
 import base64
 import io
 import math
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from .errors import ServerAnswerError, ServerUnavailableError
 
 _LOWEST, _HIGHEST = -1e4, 1e-4  # of a log-probability: vLLM writes −9999 for anything lower, and rounds
 _LEAST = math.log(2.0**-149)  # of a sampled token: in float32 anything lower has the probability 0
-# What an answer in another format raises where it is read.
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
+# What an answer in another format raises where it is read; the later ones too deep JSON, or the header of an array.
+MALFORMED: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, AttributeError)
+MALFORMED += (RecursionError, MemoryError, SyntaxError, TokenError)
 
 
 class EndToken(int):
@@ -53,8 +55,8 @@ def require_rollout(
 ) -> list[dict[str, Any]]:
     """Return the completions in a server's answer, in the order of the prompts, if the answer fits the request.
 
-    The number of completions, the echoed prompts, the token ids, the log-probabilities and the experts' shape are
-    checked, because a wrong one would be trained on without a sign.
+    Number and lengths of the completions, the echoed prompts, the token ids, the log-probabilities and the experts'
+    shape are checked, because a wrong one would be trained on without a sign.
 
     These are the entries of `choices`, prompts × `n` in number, with their experts as arrays; `vocabulary` is a bound
     below which all token ids are, and `where` the server's address, for messages.
@@ -79,14 +81,24 @@ def require_rollout(
             if choice["finish_reason"] in (None, "abort", "error"):
                 raise ServerUnavailableError(f"vLLM at {where} broke off choice {number}")
             ids = choice["token_ids"]
-            if len(ids) > 0 and not 0 <= min(ids) <= max(ids) < (vocabulary or 2**31):
+            every = np.asarray(ids or [0])
+            if (
+                every.dtype.kind != "i"
+                or every.ndim != 1
+                or not 0 <= every.min() <= every.max() < (vocabulary or 2**31)
+            ):
                 raise ValueError(f"choice {number} has a token that is not in the vocabulary of {vocabulary}")
+            if len(ids) > request.get("max_tokens", len(ids)):
+                raise ValueError(f"choice {number} has {len(ids)} tokens where {request['max_tokens']} were allowed")
             if request.get("logprobs") is not None:
-                _require_logps(choice["logprobs"], ids, request.get("return_tokens_as_token_ids", False))
+                named = request.get("return_tokens_as_token_ids", False)
+                _require_logps(choice["logprobs"], ids, named, only=named and request["logprobs"] == 0)
             if choice["finish_reason"] == "stop":
                 choice["token_ids"] = ended(ids)
             if choice.get("routed_experts") is not None:
                 choice["routed_experts"] = _routes(choice["routed_experts"], ids, prompt)
+        if not any(choice["token_ids"] for choice in choices):
+            raise ValueError("all completions are empty, without the token that ends them")
     except MALFORMED as error:
         raise ServerAnswerError(
             f"vLLM at {where} did not answer what it was asked ({type(error).__name__}: {error}). The whole answer is "
@@ -97,21 +109,28 @@ def require_rollout(
     return choices
 
 
-def _require_logps(logprobs: dict[str, Any], ids: list[int], named: bool) -> None:
-    """Refuse log-probabilities that are not those of a completion's tokens."""
+def _require_logps(logprobs: dict[str, Any], ids: list[int], named: bool, only: bool) -> None:
+    """Refuse log-probabilities that are not those of a completion's tokens, and of these `only` if no others are."""
     tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
-    tops = [value for top in logprobs["top_logprobs"] if top is not None for value in top.values()]
+    tops = [top or {} for top in logprobs["top_logprobs"]]
     if named and tokens != [f"token_id:{token}" for token in ids]:
         raise ValueError("log-probabilities belong to other tokens than the sampled ones")
-    if np.isnan(np.array([*values, *tops], np.float64)).any():
+    others = [value for top in tops for value in top.values()]
+    every = np.asarray([*values, *others] or [0.0])
+    if every.dtype.kind not in "fi":
+        raise ValueError(f"log-probabilities that are no numbers: {str(values)[:60]}")
+    if np.isnan(every).any():
         raise ArithmeticError("log-probabilities that are NaN")
     require_log_probs(values, len(ids))
-    require_log_probs(tops, lowest=_LOWEST)
+    require_log_probs(others, lowest=_LOWEST)
+    for token, value, top in zip(tokens, values, tops, strict=True):
+        if top.get(token, value) != value or (only and top.keys() - {token}):
+            raise ValueError(f"{token} has the log-probability {value}, and top_logprobs say {str(top)[:60]}")
 
 
 def _routes(text: str, ids: list[int], prompt: list[int] | str) -> np.ndarray:
     """Return an array that vLLM sent as an .npy file in base64."""
-    routes = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    routes = np.lib.format.read_array(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     if routes.ndim != 3 or (not isinstance(prompt, str) and len(routes) != len(prompt) + len(ids) - 1):
         raise ValueError(f"the routed experts of {len(ids)} tokens have the shape {routes.shape}")
     return routes

@@ -9,12 +9,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlparse
 
 import httpx
 import psutil
 
+from ..secrets import require_open_address
 from .background import all_of, in_coroutine, pause
 from .completions import MALFORMED, require_rollout
 from .errors import ServerAnswerError, ServerError, ServerRefusedError, ServerUnavailableError
@@ -22,6 +24,7 @@ from .errors import ServerAnswerError, ServerError, ServerRefusedError, ServerUn
 
 T = TypeVar("T")
 
+SESSION = "X-Session-ID"  # header by which routers keep the requests of a session on one server
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_SECONDS = 10.0
 MAX_CONCURRENT = 512  # largest number of concurrent requests; a process may have 1,024 open files by default
@@ -78,19 +81,21 @@ class Connection:
 
     Raises:
         ServerError: the address is not valid.
+        ValueError: the address has a password or a query.
     """
 
     def __init__(self, url: str, patience: Patience = ONE_TRY, report: Callable[[str], None] = print):
+        self.url = require_open_address(url, "url").rstrip("/")
         if not re.match(r"https?://[^/\s,]", url):
             raise ServerError(f"{url!r} is not an address of a vLLM server: use http://HOST:PORT.")
-        self.url = url.rstrip("/")
         self.patience = patience
         self.report = report
         self._deadline: Deadline | None = None
-        key = os.environ.get("VLLM_API_KEY")
+        key, netrc = os.environ.get("VLLM_API_KEY"), Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
         self._options: dict[str, Any] = {
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
+            "auth": httpx.NetRCAuth(str(netrc)) if netrc.is_file() and not key else None,
             # Each request opens a connection: a busy server may close an idle one while a request is on its way to it.
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=0),
             "trust_env": not is_local(self.url),  # proxies are only for other machines
@@ -127,7 +132,7 @@ class Connection:
     async def complete(self, body: dict[str, Any], vocabulary: int | None) -> list[dict[str, Any]]:
         """Return the completions that answer a body for /v1/completions; see `require_rollout`."""
         # Routers keep a session, which vLLM takes in the body too, on one server.
-        headers = {"X-Session-ID": body["session_id"]} if "session_id" in body else {}
+        headers = {SESSION: body["session_id"]} if "session_id" in body else {}
         answer = await self.arequest("POST", "/v1/completions", json=body, headers=headers)
         return require_rollout(body, answer, self.url, vocabulary)
 
@@ -205,7 +210,7 @@ class Connection:
             return {"answer": text}
         try:
             return dict(response.json())
-        except (ValueError, TypeError) as error:
+        except MALFORMED as error:
             raise ServerUnavailableError(
                 f"the server at {self.url} answered {path} without JSON and is probably not vLLM: {text[:100]!r}"
             ) from error

@@ -1,8 +1,13 @@
 """The errors of a vLLM server."""
 
+from ..secrets import printable
+
 
 class ServerError(RuntimeError):
     """The vLLM server cannot do what training needs; the message says why, with the remedy."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(printable(message).replace("\n", " "))  # it may quote a server
 
 
 class ServerUnavailableError(ServerError):

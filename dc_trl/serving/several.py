@@ -9,7 +9,7 @@ from itertools import cycle
 from typing import Any, TypeVar
 
 from .background import all_of, in_coroutine, in_thread
-from .client import Fits, RolloutClient, ServerClient, Weights
+from .client import ASKED, RolloutClient, ServerClient, Weights
 from .connection import MAX_CONCURRENT, Connection
 from .errors import ServerError, ServerRefusedError, ServerUnavailableError
 
@@ -27,12 +27,11 @@ class ServerPool(RolloutClient):
     A server that fails is lost: its prompts go to the others, and it is asked again before each rollout and
     synchronization. It takes prompts again once it is up, fits and has loaded the present weights. Only if all servers
     are lost are rollouts and synchronizations tried again, and they fail as with a single server.
-    `fits` raises a `ServerError` if a server does not fit the run.
     """
 
-    def __init__(self, servers: Sequence[ServerClient], fits: Fits):
+    def __init__(self, servers: Sequence[ServerClient]):
         super().__init__(servers, [server.connection for server in servers])
-        self.model, self._fits = servers[0].model, fits
+        self.model = servers[0].model
         self.base_url = " and ".join(server.base_url for server in servers)  # for messages
 
     def hold(self, weights: Weights | None, reload: bool) -> None:
@@ -42,8 +41,6 @@ class ServerPool(RolloutClient):
             try:
                 if (reason := server.connection.why_down()) is not None:
                     raise ServerUnavailableError(f"vLLM at {server.base_url} is not up ({reason})")
-                if server.lost is not None:  # it may have been restarted with other options
-                    self._fits(server)
                 # A lost server may have loaded weights without an answer.
                 server.hold(weights, reload=server.lost is not None)
             except ServerError as error:
@@ -87,7 +84,7 @@ class ServerPool(RolloutClient):
         return [choice for choices in answers for choice in choices]
 
 
-def meet_servers(urls: Sequence[str], fits: Fits, **options: Any) -> list[ServerClient]:
+def meet_servers(urls: Sequence[str], **options: Any) -> list[ServerClient]:
     """Return clients of servers, in the order of their addresses, once all of them are up and fit.
 
     The options are those of `ServerClient`.
@@ -95,13 +92,7 @@ def meet_servers(urls: Sequence[str], fits: Fits, **options: Any) -> list[Server
     Raises:
         ServerError: a server is not up in time, or does not fit; the message names all of them.
     """
-
-    def meet(url: str) -> ServerClient:
-        client = ServerClient(url, **options)
-        fits(client)
-        return client
-
-    return at_once({url: partial(meet, url) for url in urls})
+    return at_once({url: partial(ServerClient, url, **options) for url in urls})
 
 
 def at_once(actions: Mapping[str, Callable[[], T]]) -> list[T]:
@@ -131,40 +122,53 @@ class RoutedServers(RolloutClient):
     them hold the present version of the weights before a rollout and after it. Otherwise its completions are discarded
     and sampled again, with the same seeds. A server that fails is waited for like a single server, although the router
     may do without it: once it is up again, the router would send it prompts before it has the weights. A `ServerError`
-    says that the router is not up, or has more servers than these; `fits` is that of `ServerPool`.
+    says that the router is not up, or has more servers than these.
     """
 
     all_needed = True
 
-    def __init__(self, router: str, servers: Sequence[ServerClient], fits: Fits):
+    def __init__(self, router: str, servers: Sequence[ServerClient]):
         first = servers[0]
         connection = Connection(router, first.patience, first.report)
         super().__init__(servers, [connection, *(server.connection for server in servers)])
-        self.base_url, self.model, self.vocabulary, self._fits = connection.url, first.model, first.vocabulary, fits
-        self.persist(lambda _: require_listed(connection, len(servers)))
+        self.base_url, self.model, self.vocabulary = connection.url, first.model, first.vocabulary
+        self._named = self.persist(lambda _: require_listed(connection, len(servers)))
 
     def hold(self, weights: Weights | None, reload: bool) -> None:
-        """Make all servers hold weights; before another try each has to fit again, as it may have been restarted."""
-
-        def prepare(server: ServerClient) -> None:
-            if reload:
-                self._fits(server)
-            server.hold(weights, reload)
-
         require_listed(self.connection, len(self.servers))
-        at_once({server.base_url: partial(prepare, server) for server in self.servers})
+        at_once({server.base_url: partial(server.hold, weights, reload) for server in self.servers})
         self.model = self.servers[0].model
 
     async def require_kept(self, weights: Weights | None) -> None:
-        await all_of(server.require_kept(weights) for server in self.servers)
+        """Also ask the router for the weights behind it, as it may have servers that are not in the list."""
+        if weights is None:
+            return
+        ask = partial(self.connection.arequest, "GET", "/weight_info")
+        seen = set[str]()
+        try:
+            answers = await all_of(ask(headers=each) for each in self.seeds.headers(ASKED * len(self.servers)))
+            with self.connection.reading("/weight_info"):
+                seen = {answer["weight_version"] for answer in answers}
+        except ServerRefusedError as error:
+            if not self._named:
+                raise ServerError(
+                    f"{self.base_url} is a router that does not say which servers it has, nor the weights that they "
+                    "hold: let it pass GET /weight_info to its servers, or set vllm_server_base_url=None."
+                ) from error
+        await all_of(server.require_kept(weights) for server in self.servers)  # the last word of those in the list
+        if other := seen - {weights.version}:
+            raise ServerError(
+                f"{self.base_url} is a router that has servers with weights {min(other)!r}, and those in "
+                f"vllm_server_base_urls hold {weights.version!r}: list all of its servers there."
+            )
 
 
-def require_listed(connection: Connection, number: int) -> None:
-    """Raise a `ServerError` if a vllm-router has more servers than get weights. Other routers do not name theirs."""
+def require_listed(connection: Connection, number: int) -> bool:
+    """Return whether a router names its servers, as vllm-router does; a `ServerError` says that it has too many."""
     try:
         workers = connection.get("/list_workers").get("urls", [])
     except ServerRefusedError:
-        return
+        return False
     # They may have other addresses there than here. With data parallelism "@" and a rank follow.
     behind = len({re.sub(r"@\d+$", "", worker) for worker in workers})
     if behind > number:
@@ -172,3 +176,4 @@ def require_listed(connection: Connection, number: int) -> None:
             f"{connection.url} is a router with {behind} servers, and {number} would get weights: keep its address in "
             "vllm_server_base_url, and list those of all servers in vllm_server_base_urls."
         )
+    return behind > 0

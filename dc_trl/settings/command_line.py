@@ -9,8 +9,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from threading import Timer
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from ..secrets import printable
 from .paths import shipped
 
 
@@ -91,7 +93,7 @@ def refused_in_one_line(*others: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (*WRONG_INPUT, *others) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(printable(f"error: {error}"))
 
 
 def leave_on_sigterm() -> None:
@@ -99,6 +101,18 @@ def leave_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
+@contextmanager
+def saying_if_slow(line: str, seconds: float = 10.0) -> Iterator[None]:
+    """Print a line if the block has not ended after some seconds."""
+    timer = Timer(seconds, say, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def say(line: str) -> None:
-    """Print a line at once, also where the output goes to a file."""
-    print(line, flush=True)
+    """Print a line at once, also where the output goes to a file, and without the escape sequences of others."""
+    print(printable(line), flush=True)

@@ -9,6 +9,7 @@ first rollout, or never.
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ..secrets import require_open_address
 from .ranges import ABOVE_0, AT_LEAST_0, COUNT, SHARE, Range, require_choice, require_number
 
 
@@ -65,6 +66,8 @@ def allowed_of(settings: type) -> dict[str, Any]:
 def require_fields(settings: Any, of: type | None = None) -> None:
     """Refuse a value that its field does not take: another choice, a number out of range, None without such a default.
 
+    An address with a password is refused in any field.
+
     Args:
         settings: an instance of a dataclass, as its user has filled it.
         of: a dataclass; only its fields are looked at. By default all fields of `settings` are.
@@ -72,6 +75,11 @@ def require_fields(settings: Any, of: type | None = None) -> None:
     Raises:
         ValueError: names the field, its value and what to write.
     """
+    for declared in fields(settings):
+        if declared.name.endswith(("_url", "_urls")):
+            value = getattr(settings, declared.name) or []
+            for url in [value] if isinstance(value, str) else value:
+                require_open_address(url, declared.name)
     allowed = allowed_of(type(settings))
     left_open = {declared.name for declared in fields(settings) if declared_default(declared) is None}
     for name in (declared.name for declared in fields(of or settings)):

@@ -24,7 +24,7 @@ from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.tables import print_table
-from dc_trl.serving.client import ServerClient, Weights
+from dc_trl.serving.client import Weights
 from dc_trl.serving.connection import Patience
 from dc_trl.serving.server import VLLMServer
 from dc_trl.serving.several import ServerPool, meet_servers
@@ -118,12 +118,8 @@ def main() -> None:
             for number in range(args.servers)
         ]
         start(servers, stack)
-
-        def fits(client: ServerClient) -> None:
-            """Accept all: the servers are our own."""
-
         urls = [server.url for server in servers]
-        pool = ServerPool(meet_servers(urls, fits, patience=Patience(max_retries=3)), fits)
+        pool = ServerPool(meet_servers(urls, patience=Patience(max_retries=3)))
         pool.load(Weights("several-servers-1", folder / "checkpoint"))
         table = Table(args, prompts, pool)
         table.sample("server 1 alone", by_one=True)  # the first requests warm an engine up

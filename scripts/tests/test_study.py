@@ -596,7 +596,8 @@ def test_the_page_of_the_real_model_is_what_its_raw_lines_say():
     leave = {cell: sum(run.last("greedy") > traps[run.seed] + 0.1 for run in runs) for cell, runs in cells.items()}
     in_steps = re.findall(r"leave the trap \| (\d) of 5 \| (?:(\d) of 5|\|)", page)
     assert in_steps[0] == (str(leave["{}"]), str(leave["{'deployment_scheme': 'bf16'}"]))
-    with_a_lag = [int(row.rsplit("| ", 1)[1][0]) for row in page.splitlines() if row.count("|") == 9 and "lag |" in row]
+    rows_with_a_lag = [row for row in page.splitlines() if row.count("|") == 9 and "lag |" in row]
+    with_a_lag = [int(row.rsplit("| ", 1)[1][0]) for row in rows_with_a_lag]
     assert sorted(with_a_lag) == sorted(count for cell, count in leave.items() if "'weight_sync_steps': 8" in cell)
 
 

@@ -1,0 +1,49 @@
+"""The settings of the data, and options that name prompts. No import here takes seconds."""
+
+import argparse
+from dataclasses import dataclass
+from typing import Annotated
+
+from ..settings.command_line import add_fields
+from ..settings.contradictions import CheckedSettings
+from ..settings.fields import setting
+from ..settings.ranges import COUNT, WHOLE
+
+
+# Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.
+TRAIN_DTYPES = {"bfloat16": ("bfloat16", True), "mixed": ("float32", True), "float32": ("float32", False)}
+DATA_FIELDS = ("dataset_config", "dataset_split", "prompt_column", "answer_column", "instruction", "max_prompt_length")
+
+
+@dataclass
+class DataArguments(CheckedSettings):
+    """The prompts, answers and rewards of a training configuration."""
+
+    dataset_name: str | None = setting(
+        None,
+        "Hub id, local .json/.jsonl/.parquet/.csv file, 'arithmetic' (made on the spot), or 'dapo' (DAPO-Math-17K, "
+        "cleaned at every start; dc-trl prepare-data does it once).",
+    )
+    dataset_config: str | None = setting(None, "Configuration of a Hub data set.")
+    dataset_split: str = setting("train", "Split of a Hub data set.")
+    prompt_column: str = setting(
+        "prompt", "Column of the prompts, which are text or messages. For a nested field write column.field."
+    )
+    answer_column: str = setting("answer", "Column of the right answers. For a nested field write column.field.")
+    instruction: str | None = setting(None, "Text that is appended to each prompt after a blank line.")
+    max_prompt_length: Annotated[int | None, COUNT] = setting(None, "Prompts of more tokens than this are left out.")
+    eval_size: Annotated[int, WHOLE] = setting(
+        0, "Number of problems held out to measure the deployed policy before and after training."
+    )
+    eval_greedy: bool = setting(
+        False, "Measure greedy completions of the held-out problems at evaluations in between too (eval_strategy)."
+    )
+    rewards: list[str] = setting(["math"], "Reward functions: 'math', 'arithmetic', or dotted paths of your own.")
+
+
+def add_prompts(parser: argparse.ArgumentParser, default: int) -> argparse._ActionsContainer:
+    """Add the options of a data set of prompts, and of the number of prompts, for `drawn_prompts`."""
+    group = parser.add_argument_group("the prompts")
+    add_fields(group, DataArguments, "dataset_name", *DATA_FIELDS)
+    group.add_argument("--prompts", type=int, default=default, help=f"how many, drawn at random (default: {default})")
+    return group
