@@ -111,7 +111,8 @@ weight_sync_steps: 8 | weight_sync_steps=8 use_vllm=False deployment_scheme=None
 lora_deployment: adapter | lora_deployment='adapter' use_vllm=False deployment_scheme=None 'fp8'
 use_transformers_continuous_batching: true, deployment_scheme: fp8 | batching=True deployment_scheme='fp8'
 vllm_server_base_urls: ['http://a:1'] | vllm_server_base_urls=['http://a:1'] use_vllm=False use_vllm=True 'server'
-vllm_server_base_url: "http://me:hunter2@h:1" | vllm_server_base_url='http://h:1' VLLM_API_KEY .netrc
+vllm_server_base_url: "http://me:hunter2@h:1" | vllm_server_base_url= VLLM_API_KEY .netrc
+vllm_server_base_url: "me:p/w#hunter2@h:1" | vllm_server_base_url= VLLM_API_KEY .netrc
 vllm_server_base_urls: ["http://h:1?token=hunter2"] | vllm_server_base_urls= VLLM_API_KEY .netrc
 vllm_server_base_urls: [x], COLOCATED | vllm_server_base_urls=['x'] 'colocate' 'server'
 rollout_overlap: true | rollout_overlap=True use_vllm=False use_vllm=True 'server'
@@ -235,7 +236,7 @@ learning_rat: 1 | learning_rat learning_rate
 
 OF_ASYNC = """
 deployment_scheme: fp8 | deployment_scheme='fp8' AsyncGRPO
-vllm_server_base_url: "http://me:hunter2@h:1" | vllm_server_base_url='http://h:1' VLLM_API_KEY .netrc
+vllm_server_base_url: "http://me:hunter2@h:1" | vllm_server_base_url= VLLM_API_KEY .netrc
 rollout_correction: token_truncate | rollout_correction='token_truncate' 'token_mask' 'none'
 rollout_correction: [token_truncate, icepop] | 'token_truncate, 'token_mask' 'none'
 dual_window: 0 | dual_window=0 whole 1

@@ -237,6 +237,9 @@ def test_text_of_any_kind_stays_text(tmp_path):
     reader = read_report(write_report(run, tmp_path / "report.html", title=text))
     assert reader.texts["title"] == reader.texts["h1"] == [text]
     assert row_of(reader, "run_name") == [text]
+    page = write_report(run, tmp_path / "report.html", title="a\x1b[2J\0").read_text()
+    assert "a\\x1b[2J\\x00" in page
+    assert not {"\x1b", "\0"} & set(page)
 
 
 @pytest.mark.parametrize(

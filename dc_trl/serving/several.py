@@ -148,7 +148,7 @@ class RoutedServers(RolloutClient):
         try:
             answers = await all_of(ask(headers=each) for each in self.seeds.headers(ASKED * len(self.servers)))
             with self.connection.reading("/weight_info"):
-                seen = {answer["weight_version"] for answer in answers}
+                seen = {str(answer["weight_version"]) for answer in answers}
         except ServerRefusedError as error:
             if not self._named:
                 raise ServerError(
