@@ -30,6 +30,7 @@ from ..records.verdict import verdict_of
 from ..run.interruption import RunInterrupted, StopSignals
 from ..run.manifest import checkpoints, on_main_process
 from ..run.push import HubError, run_files
+from ..run.soundness import DivergedError
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line
 from ..trainer import DCGRPOTrainer
@@ -59,7 +60,7 @@ def run(
     trainer.add_callback(signals)
     try:
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    except (ServerError, RunInterrupted) as error:
+    except (ServerError, RunInterrupted, DivergedError) as error:
         return _end_early(trainer, error, stack)
     folder, step = Path(trainer.args.output_dir), trainer.state.global_step
     # The run had ended, and left the files of its end, before it was resumed.
@@ -83,7 +84,7 @@ def run(
     return failure
 
 
-def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stack: ExitStack) -> Outcome:
+def _end_early(trainer: DCGRPOTrainer, error: Exception, stack: ExitStack) -> Outcome:
     """End the run's own server and its processes together."""
     if isinstance(error, RunInterrupted):  # printed at once, since the sender of the signal may soon kill the process
         trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)

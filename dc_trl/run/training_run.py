@@ -15,6 +15,7 @@ from ..records.runs import TRAINER_STATE_FILE
 from ..serving.errors import ServerError
 from .interruption import RunInterrupted, StopSignals
 from .manifest import on_main_process, resumable_checkpoint, set_aside_later
+from .soundness import DivergedError
 
 
 logger = get_logger(__name__)
@@ -55,6 +56,8 @@ class TrainingRun:
             trainer.checkpoints.begin_training()
             try:
                 yield checkpoint
+            except DivergedError:
+                raise
             except ServerError as error:  # in all processes together
                 stops = [each for each in trainer.callback_handler.callbacks if isinstance(each, StopSignals)]
                 signum = max((stop.common_signal() for stop in stops), default=0)
@@ -65,7 +68,7 @@ class TrainingRun:
             except RunInterrupted as stop:
                 raise RunInterrupted(stop.signum, trainer.checkpoints.way_back()) from stop
             except BaseException as error:
-                if trainer.state.global_step > 0:
+                if checkpoint is not None or trainer.state.global_step > 0:
                     error.add_note(trainer.checkpoints.save_after_failure(together=False))
                 raise
 
