@@ -169,6 +169,40 @@ def test_weights_that_the_optimizer_was_moving_are_not_saved(tmp_path):
     assert list(checkpoints(tmp_path)) == [1]
 
 
+# --- records that cannot be written ---------------------------------------------------------------------------------
+
+
+def test_what_only_records_does_not_end_what_trains(tmp_path):
+    def spoil_records(state, **kwargs):
+        history, figure = tmp_path / "history.jsonl", tmp_path / "run.png"
+        if state.global_step == 1:
+            history.write_text(history.read_text() + '\n{"loss": 1.0}\n')
+            figure.unlink(missing_ok=True)
+            figure.mkdir()
+        elif state.global_step == 2:
+            history.rename(tmp_path / "moved")
+            history.mkdir()
+
+    trainer = make_trainer(tmp_path, max_steps=3, save_steps=1, export_run=True)
+    trainer.add_callback(On("on_step_begin", spoil_records))
+    trainer.train()
+    assert list(checkpoints(tmp_path)) == [3, 2, 1]
+    (tmp_path / "history.jsonl").rmdir()
+    (tmp_path / "moved").rename(tmp_path / "history.jsonl")
+    again = make_trainer(tmp_path, max_steps=3, export_run=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [row["step"] for row in read_rows(tmp_path / "history.jsonl") if "loss" in row] == [1, 2, 3]
+
+
+def test_a_figure_is_drawn_at_the_end_and_seldom_before(tmp_path, monkeypatch):
+    from dc_trl.records import panels
+
+    drawn, plot = [], panels.plot_run
+    monkeypatch.setattr(panels, "plot_run", lambda rows, *more: (drawn.append(len(rows)), plot(rows, *more)))
+    make_trainer(tmp_path, max_steps=6, save_steps=1, export_run=True).train()
+    assert len(drawn) == 2
+
+
 # --- numbers that are not finite ------------------------------------------------------------------------------------
 
 

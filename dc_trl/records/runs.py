@@ -34,6 +34,7 @@ MEASURED = {
     "reward": "eval_reward",
     "discrepancy": "eval_discrepancy/mean",
 }
+ENDED = "ended/"  # begins the metric, at the last step, whose name says what ended a run before its time
 TRAINER_STATE_FILE = "trainer_state.json"  # of a checkpoint: the file that transformers writes last
 _STEP = Range(least=0, most=2**63 - 1, whole=True)
 _DEFAULTS = {field.name: default_of(field) for field in fields(ConstraintSettings)} | {"seed": 42}
@@ -97,6 +98,12 @@ class Run:
     def steps(self) -> int:
         """Number of optimizer steps in the history."""
         return max(self.columns["step"][0])
+
+    @property
+    def ended_by(self) -> str | None:
+        """What has ended the run before its time; None where nothing has, or it has gone on."""
+        ends = [name for name, (at, _) in self.columns.items() if name.startswith(ENDED) and at[-1] == self.steps]
+        return ends[-1].removeprefix(ENDED) if ends else None
 
     @property
     def finished(self) -> bool:

@@ -15,7 +15,15 @@ from ..config import DCGRPOConfig
 from ..files import append_text, read_text, set_aside, write_text
 from ..quantization.policy import base_model
 from ..records.changed_settings import changed_settings, json_value
-from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE, read_history
+from ..records.runs import (
+    DEPLOYMENT_FOLDER,
+    ENDED,
+    FIGURE_FILE,
+    HISTORY_FILE,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    read_history,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -81,6 +89,12 @@ class HistoryCallback(TrainerCallback):
         row |= {name: value for name, value in (logs or {}).items() if value is None or isinstance(value, int | float)}
         with _unless_it_fails():
             append_text(self._history, json.dumps(row) + "\n")
+
+    def ended(self, step: int, what: str) -> None:
+        """Record what ends the run, on the main process."""
+        if self._history is not None:
+            with _unless_it_fails():
+                append_text(self._history, json.dumps({"step": step, f"{ENDED}{what}": 1.0}) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
         if time.monotonic() >= self._draws_from:

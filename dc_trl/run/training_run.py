@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
@@ -13,6 +14,7 @@ from accelerate.logging import get_logger
 from ..files import lock_output, read_object
 from ..records.runs import TRAINER_STATE_FILE
 from ..serving.errors import ServerError
+from .history import HistoryCallback
 from .interruption import RunInterrupted, StopSignals
 from .manifest import on_main_process, resumable_checkpoint, set_aside_later
 from .soundness import DivergedError
@@ -55,7 +57,8 @@ class TrainingRun:
                 self._resumed_at = read_object(Path(checkpoint, TRAINER_STATE_FILE))["global_step"]
             trainer.checkpoints.begin_training()
             try:
-                yield checkpoint
+                with self._end_recorded():
+                    yield checkpoint
             except DivergedError:
                 raise
             except ServerError as error:  # in all processes together
@@ -71,6 +74,18 @@ class TrainingRun:
                 if checkpoint is not None or trainer.state.global_step > 0:
                     error.add_note(trainer.checkpoints.save_after_failure(together=False))
                 raise
+
+    @contextmanager
+    def _end_recorded(self) -> Iterator[None]:
+        """Write into the history what ends the training before its time."""
+        try:
+            yield
+        except BaseException as error:
+            name = signal.Signals(error.signum).name if isinstance(error, RunInterrupted) else type(error).__name__
+            for each in self._trainer.callback_handler.callbacks:
+                if isinstance(each, HistoryCallback):
+                    each.ended(self._trainer.state.global_step, name)
+            raise
 
     @property
     def resumed_at_end(self) -> bool:
