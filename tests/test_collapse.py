@@ -238,7 +238,7 @@ def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
     assert f"resume_from_checkpoint={callback.last_good!r}" in caplog.text
     assert [*checkpoints(tmp_path)] == [12, 6]
     state = dict(facts_table(read_run(tmp_path)).rows)["state"]
-    assert state == "ended by the collapse alarm (reward)"
+    assert state == "ended by collapse_alarm/reward"
     assert marks(trainer.state.log_history) == [(12, "collapse/reward")]
 
     again = make_trainer(tmp_path, reward=failing_after(99), **options)

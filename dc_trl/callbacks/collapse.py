@@ -146,7 +146,8 @@ class CollapseMonitor:
     A *log* is one call of :meth:`update`. The rules (docs/metrics.md) look at the running median of the last
     ``window`` logs, and must hold in ``window`` successive logs: spikes of fewer than ``window`` / 2 logs do not ring,
     and a lasting change is known about 1.5 windows after it. A log in which a metric is missing or None does not count
-    for that metric; one in which it is not finite counts as beyond its threshold. To continue a run, pass its logs again.
+    for that metric; one in which it is not finite counts as beyond its threshold. To continue a run, pass its logs
+    again.
 
     Args:
         window: logs of the running median, at least 3.
@@ -283,7 +284,7 @@ class CollapseAlarmCallback(TrainerCallback):
             if self._stop and alarm.signal != "no_signal":
                 control.should_training_stop = True
                 self.stopped = self.stopped or alarm
-                ends = {f"{ENDED}the collapse alarm ({alarm.signal})": 1.0}
+                ends = {f"{ENDED}collapse_alarm/{alarm.signal}": 1.0}
                 if isinstance(self._trainer, DCGRPOTrainer):
                     self._trainer.exports_at_end = False  # nobody should serve what has collapsed
                 if state.is_world_process_zero:

@@ -6,7 +6,8 @@ Each time a new checkpoint is complete, and every few minutes, the server sample
 its public endpoints, and the newest checkpoint below the directory scores them here. A look prints a line and appends
 one to watch.jsonl. Trainer and server are not changed; a server that does not answer is asked again later.
 
-The exit code is 1 as soon as δ̄ is above --fail_above or is no number, 0 after --looks, and 2 if the watch cannot begin.
+The exit code is 1 as soon as δ̄ is not known to be at most --fail_above, 0 after --looks, and 2 if the watch cannot
+begin.
 """
 
 import json

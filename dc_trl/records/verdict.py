@@ -67,20 +67,22 @@ def first_batch(columns: Sequence[Sequence[float]], generations: int, clipped: f
 def destroyed(run: Run) -> str | None:
     """Say that training has destroyed the policy, as a learning rate that is too high does; None where it has not.
 
-    The first log is of the policy as it began. Its reward is lost, beyond noise, and another level has left its place;
-    or gradients are not finite any more.
+    The first log is of the policy as it began. Its reward is lost within the next ones and for good, beyond noise, and
+    another level has left its place; or gradients are not finite any more.
     """
     norms = run.columns.get("grad_norm", ((), [0.0]))[1]
     rate = run.last("learning_rate")
-    remedy = f"learning_rate{'' if rate is None else f' (last {rate:.3g})'} is too high: begin again with a third of it"
+    remedy = (
+        f"learning_rate{'' if rate is None else f' (last {rate:.3g})'} is too high: begin again with a third of it"
+    )
     remedy += ", from the model or from a checkpoint of before. docs/collapsed.md has the other causes"
-    if not math.isfinite(norms[-1]):
+    if not any(map(math.isfinite, norms[-_ENOUGH:])):
         return f"The gradient is not finite at the end, and nothing more is learned. {remedy}."
     rewards = run.series("reward").values
     if len(rewards) <= _ENOUGH:
         return None
     last = {name: run.series(name).values[-WINDOW:] for name in ("reward", *_MOVES)}
-    lost = rewards[0] - statistics.median(last["reward"])
+    lost = rewards[0] - max(statistics.median(rewards[1 : WINDOW + 1]), statistics.median(last["reward"]))
     if not lost > max(_LOST * abs(rewards[0]), 4 * noise_of(rewards)):
         return None
     ends = {name: (run.series(name).values[0], statistics.median(of)) for name, of in last.items() if of}
@@ -116,7 +118,9 @@ def verdict_of(run: Run) -> Verdict:
     learning, worth_serving = _learning(run)
     lines = [learning]
     clipped = statistics.fmean(run.series("completions/clipped_ratio").values[-WINDOW:] or [0.0])
-    if clipped >= _MOSTLY:
+    # In a run that lost its reward, answers that became too long are a symptom.
+    at_first = statistics.fmean(run.series("completions/clipped_ratio").values[:WINDOW] or [0.0])
+    if clipped >= _MOSTLY and (worth_serving or at_first >= _MOSTLY):
         lines.append(f"{clipped:.0%} of the last completions were cut off at max_completion_length: raise it.")
     measured = _last_known("discrepancy/k3_kl", run)
     if not measured:

@@ -169,7 +169,7 @@ class Checkpoints(TrainerCallback):
             self._remove_oldest(checkpoints(Path(folder).parent), limit)
 
     def _remove_oldest(self, found: dict[int, Path], limit: int) -> None:
-        """Remove the oldest checkpoints beyond a limit, but not the newest, the best and the last one known as good."""
+        """Remove the oldest checkpoints beyond a limit, but not the newest, the best and the last good one."""
         best = self._trainer.state.best_model_checkpoint
         good = [step for step in found if step < self.sound_until]
         spared = {max(found), *good[:1], *(step for step, each in found.items() if best and each == Path(best))}
