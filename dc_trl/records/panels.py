@@ -40,7 +40,8 @@ def _draw_discrepancy(axes: Axes, run: Run, metric: str) -> None:
         label_end(axes, tolerance.values[-1], f"ε {tolerance.values[-1]:.4g}", ACCENT)
         if _moves(run):
             top = [max(shown.get(step, level), level) for step, level in zip(*tolerance, strict=True)]
-            axes.fill_between(*thinned(*tolerance, by=top), color=ACCENT, alpha=0.2, linewidth=0)
+            at, low, high = thinned(*tolerance, by=top)
+            axes.fill_between(at, low, high, color=ACCENT, alpha=0.2, linewidth=0)
     axes.set_ylim(bottom=0)  # last, since it fixes the top, which may be that of ε
 
 

@@ -49,14 +49,14 @@ class Soundness:
         """
         searched = self._trainer.accelerator.scaler is not None
         # The norm of shards is a part of it in each process. DeepSpeed has stepped already, and may have no norm.
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        finite = whole is None or math.isfinite(whole)
+        whole = 0.0 if norm is None else float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        finite = math.isfinite(whole)
         self._left_out = 0 if finite else self._left_out + 1
         self.may_save = finite or searched
         if not finite:
             model.zero_grad()
             step = self._trainer.state.global_step + 1
-            found = f"grad_norm={float(whole):g} at step {step}"
+            found = f"grad_norm={whole:g} at step {step}"
             if self._left_out == (_PATIENCE_WITH_SCALE if searched else _PATIENCE):
                 raise self._diverged(f"{found}, and not finite for {self._left_out} steps")
             if not searched:
