@@ -75,8 +75,9 @@ class _Detector:
     def unknown(self, step: int) -> Alarm | None:
         """Take a log whose value is not finite: not known to be within the threshold."""
         self.beyond += 1
-        at_once = self.beyond == self._length
-        return Alarm(self.signal, self.metric, step, *[math.nan] * 3, self.sound_until) if at_once else None
+        if self.beyond != self._length:
+            return None
+        return Alarm(self.signal, self.metric, step, math.nan, math.nan, math.nan, self.sound_until)
 
     def update(self, step: int, value: float) -> Alarm | None:
         self._steps.append(step)

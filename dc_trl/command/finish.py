@@ -80,8 +80,7 @@ def run(
         # The last trained weights must not be taken for the run's result.
         way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
         ruin = destroyed(Run("", trainer.state.log_history))
-        error = f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}."
-        return f"{error} {ruin}" if ruin else error
+        return f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}. {ruin or ''}".rstrip()
     if not is_saved:
         if trainer.is_fsdp_enabled:  # accelerate's default of FSDP2 saves shards, which are no model
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
