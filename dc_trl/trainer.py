@@ -491,6 +491,7 @@ class DCGRPOTrainer(GRPOTrainer):
 
         Raises:
             ValueError: the checkpoint is incomplete, or `output_dir` is in use by another process or not writable.
+            DivergedError: weights, or the gradients of several steps in a row, are not finite.
             ServerError: the server cannot do what training needs; the message says how to resume.
             RunInterrupted: a signal ended the run, with a checkpoint if a step had ended; only if `StopSignals` is
                 among the callbacks, as in `dc-trl train`.
@@ -504,6 +505,7 @@ class DCGRPOTrainer(GRPOTrainer):
                 if self.exports_at_end:
                     on_main_process(self.deployment.require_exportable)
                 output = super().train(checkpoint, *args, **kwargs)
+                self.checkpoints.soundness.require_finite()
                 if self.args.load_best_model_at_end:
                     self.sampler.start_again()  # vLLM still holds the last weights
                 if self.exports_at_end:
@@ -523,7 +525,11 @@ class DCGRPOTrainer(GRPOTrainer):
         epochs, *others, steps = super().set_initial_training_values(args, dataloader)
         return (self.run.epochs(epochs, steps), *others, steps)
 
+    def _get_grad_norm(self, model, grad_norm=None):
+        return self.checkpoints.soundness.checked(super()._get_grad_norm(model, grad_norm=grad_norm), model)
+
     def _maybe_log_save_evaluate(self, *args, **kwargs):
+        self.control.should_save &= self.checkpoints.soundness.may_save
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.checkpoints.end_step()
 

@@ -19,6 +19,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from dc_trl.async_grpo import AsyncDCGRPOConfig, AsyncDCGRPOTrainer
 from dc_trl.constraint.metrics import mismatch_metrics
+from dc_trl.run.manifest import checkpoints
 
 from .helpers import (
     SMALL_RUN,
@@ -435,3 +436,23 @@ def test_what_would_train_nothing_is_refused_as_in_the_other_trainer(tmp_path, p
     config = AsyncDCGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False)
     with refuses(ValueError, "train_dataset", "0 rows"):
         AsyncDCGRPOTrainer(policy, [], config, Dataset.from_dict({"prompt": []}), rollout_worker=Worker([]))
+
+
+# --- what is saved
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_and_a_damaged_checkpoint_refused(make_trainer):
+    saving = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer = make_trainer(**saving)
+    weight = next(trainer.model.parameters())
+    weight.register_hook(lambda grad: grad * math.nan if trainer.state.global_step == 1 else grad)
+    trainer.train()
+    folder = Path(trainer.args.output_dir)
+    assert [*checkpoints(folder)] == [3]
+    assert all(value.isfinite().all() for value in parameters_of(trainer).values())
+    optimizer = folder / "checkpoint-3" / "optimizer.pt"
+    damaged = bytearray(optimizer.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    optimizer.write_bytes(damaged)
+    with refuses(ValueError, "optimizer.pt", "resume_from_checkpoint"):
+        make_trainer(**saving | {"max_steps": 4}).train(resume_from_checkpoint=True)

@@ -10,7 +10,9 @@ from trl import RLOOConfig, RLOOTrainer
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.collapse import CollapseAlarmCallback, CollapseMonitor
-from dc_trl.records.runs import read_history
+from dc_trl.records.outcome import facts_table
+from dc_trl.records.runs import read_history, read_run
+from dc_trl.run.manifest import checkpoints
 
 from .collapse_curves import alarms_in, collapse, healthy_run
 from .helpers import SMALL_RUN, logged, make_config, make_model, make_prompts, make_tokenizer
@@ -102,15 +104,33 @@ def test_spikes_shorter_than_half_a_window_do_not_ring(metric, data):
     assert alarms_in(curve(metric, values)) == []
 
 
-@given(st.lists(st.one_of(st.none(), st.just(math.nan), st.floats(0, 1)), max_size=60))
+@given(st.lists(st.one_of(st.none(), st.floats(0, 1)), max_size=60))
 @example([0.0, 1.0, 5e-324])  # a tenth of it is 0
 def test_missing_values_do_not_count(values):
     def signals(rows):
         return [(a.signal, a.value, a.reference, a.threshold) for a in alarms_in(rows, window=3)]
 
-    present = [value for value in values if value is not None and not math.isnan(value)]
+    present = [value for value in values if value is not None]
     for metric in ("reward", "discrepancy/mean", "entropy"):
         assert signals(curve(metric, values)) == signals(curve(metric, present))
+
+
+@pytest.mark.parametrize("metric", ["reward", "discrepancy/mean", "entropy"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_known_counts_as_trouble(metric, value):
+    assert alarms_in(curve(metric, [0.5] * 9 + [value] * 4 + [0.5] * 9), window=5) == []
+    assert [a.step for a in alarms_in(curve(metric, [0.5] * 9 + [value] * 9), window=5)][:1] == [14]
+
+
+def test_a_policy_that_is_ruined_within_the_window_has_no_step_that_was_well():
+    """The rewards of the quickstart at ten times its rate; entropy rises later, and rings with a level of its own."""
+    rewards = [0.36, 0.06, 0.0, 0.0, 0.008, 0.0, 0.008] + [0.0] * 33
+    rows = [{"reward": reward, "entropy": 0.1 + 0.2 * step} for step, reward in enumerate(rewards)]
+    alarms = {alarm.signal: alarm for alarm in alarms_in(rows)}
+    assert (alarms["reward"].step, alarms["reward"].reference) == (19, 0.36)
+    assert [alarm.sound_until for alarm in alarms.values()] == [0] * len(alarms)
+    assert "entropy_high" in alarms
+    assert not any("all was well" in str(alarm) for alarm in alarms.values())
 
 
 @pytest.mark.parametrize("signal", ["reward", "grad_norm", "mismatch", "entropy_low", "entropy_high"])
@@ -205,7 +225,7 @@ def test_a_multiplier_at_its_bound(tmp_path):
 
 
 def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
-    options = {"save_steps": 3, "max_steps": 20}
+    options = {"save_steps": 3, "max_steps": 20, "save_total_limit": 1}
     trainer = make_trainer(tmp_path, **options)
     callback = add_alarm(trainer, stop=True)
     with caplog.at_level(logging.WARNING):
@@ -216,6 +236,9 @@ def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
     # Step 9 was sampled by the weights after step 8. 6 is the newest checkpoint from before the trouble.
     assert callback.last_good == str(tmp_path / "checkpoint-6")
     assert f"resume_from_checkpoint={callback.last_good!r}" in caplog.text
+    assert [*checkpoints(tmp_path)] == [12, 6]
+    state = dict(facts_table(read_run(tmp_path)).rows)["state"]
+    assert state == "ended by collapse_alarm/reward"
     assert marks(trainer.state.log_history) == [(12, "collapse/reward")]
 
     again = make_trainer(tmp_path, reward=failing_after(99), **options)

@@ -1,14 +1,18 @@
 """How a training ends: finished already, begun anew, or by an error of whoever takes part in it."""
 
+import math
 import os
 import shutil
 import subprocess
 
 import pytest
+import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from dc_trl.run.manifest import checkpoint_defect, checkpoints
+from dc_trl.run.soundness import DivergedError
 
 from . import helpers
 from .helpers import (
@@ -19,6 +23,9 @@ from .helpers import (
     distinct_characters,
     make_prompts,
     read_rows,
+    refuses,
+    succeed,
+    tensors_in,
     untimed_rows,
 )
 
@@ -162,6 +169,113 @@ def test_weights_that_the_optimizer_was_moving_are_not_saved(tmp_path):
     assert list(checkpoints(tmp_path)) == [1]
 
 
+# --- records that cannot be written ---------------------------------------------------------------------------------
+
+
+def test_what_only_records_does_not_end_what_trains(tmp_path):
+    def spoil_records(state, **kwargs):
+        history, figure = tmp_path / "history.jsonl", tmp_path / "run.png"
+        if state.global_step == 1:
+            history.write_text(history.read_text() + '\n{"loss": 1.0}\n')
+            figure.unlink(missing_ok=True)
+            figure.mkdir()
+        elif state.global_step == 2:
+            history.rename(tmp_path / "moved")
+            history.mkdir()
+
+    trainer = make_trainer(tmp_path, max_steps=3, save_steps=1, export_run=True)
+    trainer.add_callback(On("on_step_begin", spoil_records))
+    trainer.train()
+    assert list(checkpoints(tmp_path)) == [3, 2, 1]
+    (tmp_path / "history.jsonl").rmdir()
+    (tmp_path / "moved").rename(tmp_path / "history.jsonl")
+    again = make_trainer(tmp_path, max_steps=3, export_run=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [row["step"] for row in read_rows(tmp_path / "history.jsonl") if "loss" in row] == [1, 2, 3]
+
+
+def test_a_figure_is_drawn_at_the_end_and_seldom_before(tmp_path, monkeypatch):
+    from dc_trl.records import panels
+
+    drawn, plot = [], panels.plot_run
+    monkeypatch.setattr(panels, "plot_run", lambda rows, *more: (drawn.append(len(rows)), plot(rows, *more)))
+    make_trainer(tmp_path, max_steps=6, save_steps=1, export_run=True).train()
+    assert len(drawn) == 2
+
+
+# --- numbers that are not finite ------------------------------------------------------------------------------------
+
+
+def spoil(trainer, steps, value):
+    """Put a number into one gradient of the last process, at these steps."""
+
+    def write(grad):
+        return grad.clone().fill_(value) if trainer.state.global_step + 1 in steps and last else grad
+
+    last = trainer.accelerator.process_index == trainer.accelerator.num_processes - 1
+    next(weight for weight in trainer.model.parameters() if weight.requires_grad).register_hook(write)
+    return trainer
+
+
+def saved_weights(folder):
+    return {step: tensors_in(path) for step, path in checkpoints(folder).items()}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_gradient_that_is_not_finite_moves_nothing_and_is_not_saved(tmp_path, value, adapter):
+    peft = LoraConfig(r=2, target_modules=["q_proj"]) if adapter else None
+    options = {"save_steps": 1, "save_total_limit": 1, "max_steps": 3, "peft_config": peft, "weight_decay": 0.1}
+    trainer, moments, left = spoil(make_trainer(tmp_path, **options), [2], value), [], []
+
+    def look(state, optimizer, **kwargs):
+        moments.append([entry["exp_avg"].clone() for entry in optimizer.state.values()])
+        left.append(saved_weights(tmp_path))
+
+    trainer.add_callback(On("on_step_begin", look))
+    trainer.train()
+    assert [list(each) for each in left] == [[], [1], [1]]
+    assert list(checkpoints(tmp_path)) == [3]
+    for one, other in zip(moments[1], moments[2], strict=True):
+        assert torch.equal(one, other)
+    final = saved_weights(tmp_path)[3]
+    assert all(value.isfinite().all() for value in final.values())
+    assert any(not torch.equal(value, left[2][1][name]) for name, value in final.items())  # step 3 was made
+
+
+def test_gradients_that_stay_so_end_the_run_at_the_last_good_checkpoint(tmp_path):
+    trainer = spoil(make_trainer(tmp_path, save_steps=1, save_total_limit=1, max_steps=20), range(3, 20), math.nan)
+    with refuses(DivergedError, "grad_norm=nan at step 7", "learning_rate=0.01", "checkpoint-2'"):
+        trainer.train()
+    assert list(checkpoints(tmp_path)) == [2]
+    assert checkpoint_defect(tmp_path / "checkpoint-2") is None
+
+
+def test_weights_that_an_optimizer_step_ruins_are_neither_saved_nor_deployed(tmp_path):
+    """A rate that bfloat16 cannot hold, with a gradient norm that is finite."""
+    options = {"save_steps": 1, "save_total_limit": 1, "max_steps": 2, "export_run": True}
+    trainer = make_trainer(tmp_path, **options)
+    trainer.add_callback(
+        On(
+            "on_optimizer_step",
+            lambda state, model, **_: state.global_step and next(model.parameters()).data.fill_(math.inf),
+        )
+    )
+    with refuses(DivergedError, "after step 2", "learning_rate=0.01", "checkpoint-1'"):
+        trainer.train()
+    assert list(checkpoints(tmp_path)) == [1]
+    assert not (tmp_path / "deployment").exists()
+
+
+def test_a_loss_scale_that_is_searched_may_overflow(tmp_path):
+    trainer = spoil(make_trainer(tmp_path, save_steps=1, max_steps=9), range(2, 9), math.inf)
+    trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    trainer.accelerator.native_amp, trainer.accelerator.state._mixed_precision = True, "fp16"
+    trainer.train()
+    assert scaler.get_scale() == 4.0 / 2**7
+    assert list(checkpoints(tmp_path)) == list(range(9, 0, -1))
+
+
 WORKER = """
 import sys, time
 from tests.test_ends import BrokenError, BrokenReward, make_trainer
@@ -190,3 +304,22 @@ def test_of_two_processes_one_that_fails_alone_does_not_wait_for_good(tmp_path):
     whole = [path.name for path in checkpoints(tmp_path / "run").values() if checkpoint_defect(path) is None]
     assert whole == ["checkpoint-2"]
     assert "several processes" in done.stderr
+
+
+SPOILED = """
+import sys
+from tests.test_ends import make_trainer, spoil
+folder = sys.argv[1]
+trainer = spoil(make_trainer(folder, max_steps=3, save_steps=1, save_total_limit=1), [2], float("nan"))
+trainer.train()
+"""
+
+
+@pytest.mark.long
+def test_two_processes_leave_out_the_same_step(tmp_path):
+    (tmp_path / "worker.py").write_text(SPOILED)
+    command = [*TWO_PROCESSES, str(tmp_path / "worker.py"), str(tmp_path / "run")]
+    done = succeed(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=280)
+    assert done.stderr.count("leaves this step out") == 1
+    (weights,) = saved_weights(tmp_path / "run").values()
+    assert all(value.isfinite().all() for value in weights.values())

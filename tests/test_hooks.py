@@ -106,9 +106,7 @@ HOOKS: dict[str, str] = {
     "transformers.Trainer._maybe_log_save_evaluate": (
         "(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate)"
     ),
-    "transformers.trainer_utils.rotate_checkpoints": (
-        "(output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix)"
-    ),
+    "transformers.Trainer._get_grad_norm": "(self, model, grad_norm)",
     "transformers.Trainer._save": "(self, output_dir, state_dict)",
     "transformers.Trainer._push_from_checkpoint": "(self, checkpoint_folder)",
     "transformers.trainer": "module",

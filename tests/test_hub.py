@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections import defaultdict
 from concurrent.futures import Future
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -18,8 +19,11 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
+from dc_trl.command import finish
 from dc_trl.command.finish import _publish
+from dc_trl.command.problems import DataArguments
 from dc_trl.quantization.checkpoint import write_deployable
+from dc_trl.run.interruption import StopSignals
 from dc_trl.run.push import _ABSOLUTE, run_files
 
 from .helpers import ROOT, TINY_MODEL, distinct_characters, load_script, make_config, make_prompts, refuses
@@ -63,6 +67,9 @@ class Hub:
                 with operation.as_file() as file:
                     self.files[repo_id][operation.path_in_repo] = file.read()
         self.commits.append(commit_message)
+
+    def fail(self, error):
+        raise error
 
     def run_as_future(self, api, function):
         future = Future()
@@ -279,3 +286,37 @@ def test_refused_before_training(hub, tmp_path, monkeypatch, token):
         load_script("train").main()
     assert token is None or token not in str(refused.value)
     assert not list((tmp_path / "run").glob("*"))
+
+
+class Killed(BaseException):
+    """Ends what runs as a kill does: nothing more is done."""
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_a_run_that_is_killed_while_it_is_published_is_published_by_the_next_start(tmp_path, hub, capsys, push):
+    def cut_short(write):  # TRL writes the card at each save too
+        return lambda **names: hub.fail(Killed()) if (tmp_path / "run" / "summary.json").exists() else write(**names)
+
+    def start(kills=False):
+        options = {"push_to_hub": push, "hub_strategy": "end", "save_steps": 1, "resume_from_checkpoint": "auto"}
+        trainer = make_trainer(tmp_path / "run", **options)
+        if kills and not push:
+            trainer.create_model_card = cut_short(trainer.create_model_card)
+        return finish.run(trainer, None, DataArguments(), StopSignals(), ExitStack())
+
+    hub.refusal = Killed() if push else None
+    with pytest.raises(Killed):
+        start(kills=True)
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert not hub.commits
+    before = (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns
+    capsys.readouterr()
+    assert start() is None
+    assert "unchanged" not in capsys.readouterr().out
+    assert len(hub.commits) == push
+    assert "## The run" in (tmp_path / "run" / "README.md").read_text()
+    again = (tmp_path / "run" / "model.safetensors").stat().st_mtime_ns != before
+    assert again == push  # transformers saves the model before it pushes
+    assert start() is None
+    assert "unchanged" in capsys.readouterr().out
+    assert len(hub.commits) == push

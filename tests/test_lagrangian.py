@@ -106,6 +106,18 @@ def test_a_state_is_fitted_to_the_present_bounds_and_window():
     assert least.value == 1.5
 
 
+@pytest.mark.parametrize("value", [math.nan, -5.0, 1e30, math.inf, None])
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_multiplier_that_a_run_cannot_have_had_is_refused(value, bound):
+    state = LagrangeMultiplier().state_dict() | {"value": value}
+    if not bound:
+        del state["maximum"]  # of an earlier release
+    with refuses(ValueError, "lagrange_multiplier", repr(value)):
+        LagrangeMultiplier().load_state_dict(state)
+    with refuses(ValueError, "discrepancy", "nan"):
+        LagrangeMultiplier().load_state_dict(state | {"value": 0.1, "recent": [math.nan]})
+
+
 def test_a_multiplier_is_that_of_its_settings():
     """λ of each step by hand: up to the maximum, a mean over three batches, and down to the minimum."""
     settings = ConstraintSettings(

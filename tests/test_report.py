@@ -11,6 +11,7 @@ from peft import LoraConfig
 from dc_trl import HistoryCallback
 from dc_trl.command import report as report_command
 from dc_trl.records.changed_settings import changed_settings
+from dc_trl.records.figures import thinned
 from dc_trl.records.page import write_report
 from dc_trl.records.panels import panels_of, plot_run
 from dc_trl.records.runs import Run, read_history, read_run
@@ -142,6 +143,48 @@ def test_a_history_alone_is_enough(tmp_path):
         file.write('{"step": 4, "reward": 0.9}\n')  # it was resumed with more steps
     assert row_of(report_of(run), "state") == ["going on, or stopped"]
     assert "Settings" not in reader.texts["h2"]
+
+
+def test_lines_that_are_no_rows_are_left_out_and_said(tmp_path, caplog):
+    run = make_run(tmp_path / "run")
+    path = run / "history.jsonl"
+    whole = report_of(run)
+    lines = path.read_text().splitlines()
+    for bad in ("", "  ", '{"loss": 1.0}', "[]", '{"step": "2"}', '{"step": 1e400}', "{", "\0\0"):
+        path.write_text("\n".join([lines[0], bad, *lines[1:]]) + "\n")
+        caplog.clear()
+        assert report_of(run).text == whole.text
+        assert ("line 2 the first" in caplog.text) == bool(bad.strip())
+
+
+@pytest.mark.timeout(400)
+def test_a_long_run_is_reported_in_seconds_and_little_memory(tmp_path):
+    """A tenth of 100,000 steps, which take 15 seconds of an idle CPU; the seconds are the process's own."""
+    names = [f"metric_{number}" for number in range(40)] + ["reward", "entropy", "grad_norm", "discrepancy/mean"]
+    names += ["discrepancy/k3_kl", "completions/mean_length", "learning_rate", "lagrangian/lambda"]
+    rows = ({"step": step} | {name: math.sin(step * len(name)) for name in names} for step in range(1, 10_001))
+    write_rows(tmp_path / "history.jsonl", [*rows, {"step": 10_000, "train_runtime": 1.0}])
+    code = (
+        "import resource, sys, time; from dc_trl.records.page import write_report; began = time.process_time();"
+        "write_report(*sys.argv[1:]); used = resource.getrusage(resource.RUSAGE_SELF);"
+        "print(time.process_time() - began, used.ru_maxrss / 2**10)"
+    )
+    done = succeed([sys.executable, "-c", code, str(tmp_path), str(tmp_path / "page.html")])
+    seconds, megabytes = map(float, done.stdout.split())
+    assert seconds < 15
+    assert megabytes < 400
+
+
+def test_a_thinned_line_has_the_extremes_of_the_whole_one():
+    values = [math.sin(place) * place for place in range(10_000)]
+    x, y = thinned(range(10_000), by=values)
+    assert len(x) <= 4 * 501
+    assert x == sorted(x)
+    assert all(values[place] == value for place, value in zip(x, y, strict=True))
+    for start in range(0, 10_000, 500):
+        part = [value for place, value in zip(x, y, strict=True) if start <= place < start + 500]
+        assert (min(part), max(part)) == (min(values[start : start + 500]), max(values[start : start + 500]))
+    assert thinned([1, 2], by=[3.0, 4.0]) == [[1, 2], [3.0, 4.0]]
 
 
 def test_values_that_are_not_finite_are_not_drawn(tmp_path):

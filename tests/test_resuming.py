@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and what is said of the others."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import xxhash
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, TrainerCallback
 
@@ -63,6 +65,9 @@ def test_a_manifest_lists_every_file_and_tells_one_that_is_cut_short(checkpoint)
         assert name in checkpoint_defect(checkpoint)
         (checkpoint / name).write_bytes(whole + b" ")  # of another save
         assert name in checkpoint_defect(checkpoint)
+        (checkpoint / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # a bit that has tipped
+        assert name in checkpoint_defect(checkpoint)
+        assert checkpoint_defect(checkpoint, contents=False) is None or name == "trainer_state.json"
         (checkpoint / name).unlink()
         assert name in checkpoint_defect(checkpoint)
         (checkpoint / name).write_bytes(whole)
@@ -70,6 +75,48 @@ def test_a_manifest_lists_every_file_and_tells_one_that_is_cut_short(checkpoint)
     assert checkpoint_defect(checkpoint) == "holds no manifest.json: its save was cut short"
     (checkpoint / "dc_grpo_state.json").unlink()  # of another trainer
     assert checkpoint_defect(checkpoint) is None
+
+
+def test_hashes_are_those_of_xxhash_and_an_older_manifest_has_none(checkpoint):
+    path = checkpoint / "manifest.json"
+    listed = json.loads(path.read_text())
+    for name, entry in listed["files"].items():
+        assert entry.pop("xxh3") == xxhash.xxh3_128((checkpoint / name).read_bytes()).hexdigest()
+    path.write_text(json.dumps(listed))
+    assert checkpoint_defect(checkpoint) is None
+
+
+@pytest.mark.parametrize("text", ["{}", '{"files": []}', '{"files": {"optimizer.pt": 3}}', "[]", "{"])
+def test_a_manifest_that_lists_nothing_is_a_defect(checkpoint, text):
+    (checkpoint / "manifest.json").write_text(text)
+    assert "manifest.json" in checkpoint_defect(checkpoint)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("step", [10**30, -1, 0.5, "1", None, math.nan])
+def test_a_step_that_no_run_can_have_come_to_is_a_defect(checkpoint, step):
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "dc_grpo_state.json").unlink()  # of another trainer
+    path = checkpoint / "trainer_state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps(state | {"global_step": step}))
+    assert f"global_step={step!r}" in checkpoint_defect(checkpoint)
+    if step == 10**30:  # and one that hides it ends all the same
+        path.write_text(json.dumps(state | {"global_step": step, "max_steps": step}))
+        trainer = make_trainer(checkpoint.parent)
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert len(logged(trainer, "loss")) == 1
+
+
+def test_what_cannot_be_loaded_is_not_said_to_be_saved(checkpoint):
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "dc_grpo_state.json").unlink()  # of another trainer
+    (checkpoint / "optimizer.pt").write_bytes(b"damaged")
+    with pytest.raises(Exception) as error:  # noqa: PT011 (PyTorch's own)
+        make_trainer(checkpoint.parent, max_steps=2).train(resume_from_checkpoint=True)
+    (note,) = error.value.__notes__
+    assert "another" in note
+    assert "nothing is lost" not in note
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, caplog):

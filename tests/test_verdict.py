@@ -8,8 +8,12 @@ import pytest
 
 from dc_trl.callbacks.before_and_after import BeforeAndAfter
 from dc_trl.command.finish import summarize
+from dc_trl.constraint.settings import ConstraintSettings
+from dc_trl.constraint.thresholds import drift_warning
+from dc_trl.records.estimators import paired_difference
 from dc_trl.records.page import write_report
 from dc_trl.records.runs import Run
+from dc_trl.records.tables import verdict
 from dc_trl.records.verdict import first_batch, verdict_of
 
 from .helpers import Rollouts, distinct_characters, make_trainer
@@ -68,6 +72,43 @@ def test_what_keeps_a_run_from_learning_is_said():
         ["No optimizer step was made: nothing was trained."],
         False,
     )
+
+
+def test_a_policy_that_its_rate_has_destroyed_is_neither_well_nor_to_be_served():
+    """The quickstart at ten times its rate: what is cut off, and a small mismatch, are not what is to be repaired."""
+    rewards = [0.36, 0.06, 0.0, 0.0, 0.008, 0.0, 0.008] + [0.0] * 22
+    run = run_of(rewards, **{"learning_rate": 1e-3, "completions/clipped_ratio": 0.9})
+    for step, row in enumerate(run.history[:-1]):
+        row["entropy"] = 0.1 + 0.03 * step
+    ((line,), serve) = verdict_of(run)
+    assert not serve
+    assert all(words in line for words in ("learning_rate", "0.001", "reward from 0.36 to 0", "entropy from 0.1"))
+    # A prompt that is solved by chance in the first batch, and nothing else that changes.
+    rare = run_of([0.02] + [0.0] * 20)
+    assert "learning_rate" not in verdict_of(rare).lines[0]
+    # Gradients that are not finite any more.
+    broken = run_of(noisy(0.2, 0.8))
+    for row in broken.history[-5:-1]:
+        row["grad_norm"] = math.nan
+    lines, serve = verdict_of(broken)
+    assert ("not finite" in lines[0], serve) == (True, False)
+
+
+@pytest.mark.parametrize("k3", [math.nan, math.inf])
+def test_a_mismatch_that_is_not_a_number_is_not_said_to_be_small(k3):
+    run = run_of([0.5] * 20)
+    for row in run.history[-9:-1]:
+        row["discrepancy/k3_kl"] = k3
+    assert "none is needed" not in verdict_of(run).lines[-1]
+    lagging = run_of([0.5] * 20, 0.1, LAGGING, **{"discrepancy/lag_k3_kl": k3})
+    assert "above" in verdict_of(lagging).lines[-1]
+    assert drift_warning(ConstraintSettings(), {"discrepancy/k3_kl": k3, "discrepancy/lag_k3_kl": k3}, 1)
+
+
+def test_a_difference_that_is_not_a_number_is_not_shown():
+    nan = [[math.nan, 1.0, 0.0, 1.0]]
+    found = paired_difference(nan, [[1.0, 1.0, 1.0, 0.0]])
+    assert verdict(found, "better", "worse") == "not shown to differ"
 
 
 LAGGING = {"weight_sync_steps": 4}

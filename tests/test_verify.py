@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from dc_trl import DeploymentCheckpointCallback
 from dc_trl.calibration.served import compare_hashes
 from dc_trl.command import verify
+from dc_trl.files import write_text
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.quantization.contract import digest, read_contract
+from dc_trl.quantization.contract import digest, read_contract, read_tensors
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.run.push import run_files
@@ -22,7 +23,7 @@ from dc_trl.sampling.replica import Replica
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.version import __version__
 
-from .helpers import make_model, make_tokenizer, make_trainer, read_json, tiny_model
+from .helpers import make_model, make_tokenizer, make_trainer, read_json, refuses, tiny_model
 from .stub_server import stub_server
 from .vllm_server import requires_vllm
 
@@ -127,6 +128,20 @@ def test_versions_are_counted_for_a_server_without_them_until_it_is_restarted(ca
         assert (client.weight_version(), again.weight_version()) == ("run-1", "default")
         stub.start = "2"  # restarted, with the weights of its own checkpoint
         assert client.weight_version() == "default"
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "fp8_w8a16", "int8", "int4", "nvfp4", "fp8+fp8_kv", "bf16+fp8_kv"])
+def test_a_contract_of_another_scheme_and_a_second_file_of_weights_are_refused(tmp_path, scheme):
+    folder = deploy(make_model(256), scheme, tmp_path / "deployment")
+    contract = read_contract(folder)
+    others = {"bf16", "fp8", "fp8_w8a16", "fp8_block", "int8", "int4", "nvfp4", "nvfp4a16", "mxfp8", "fp8+fp8_kv"}
+    for other in others - {scheme}:
+        write_text(folder / "dc_trl.json", json.dumps(contract | {"scheme": other}))
+        with refuses(ValueError, f"scheme={other!r}"):
+            read_contract(folder)
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    with refuses(ValueError, "model.safetensors", "remove"):
+        read_tensors(folder)
 
 
 def test_what_cannot_be_asked_is_not_told_apart_from_a_difference(tmp_path, capsys):

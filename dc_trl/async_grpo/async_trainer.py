@@ -36,8 +36,9 @@ from ..files import read_object, write_text
 from ..gate import limits_of, require_startable, require_trainable
 from ..grading.checked_reward import checked_reward
 from ..quantization.policy import base_model
-from ..run.manifest import STATE_FILE
+from ..run.manifest import STATE_FILE, on_main_process, resumable_checkpoint, write_manifest
 from ..run.resuming import given_rates, load_saved_weights
+from ..run.soundness import Soundness
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
 from ..sampling.versions import SamplerWeights
 from ..settings.distribution import sharding_of
@@ -139,6 +140,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         ages = 0 if args.split_by is None else versions * args.weight_sync_steps
         self.constraint = Constraint(args, ages, clips=True)
         self.constraint.restrictions = args.restrictions
+        self._soundness = Soundness(self)
         self._step_of_version: dict[int, int] = {}  # the optimizer step of each version of the server's weights
         args.acts = True
         try:
@@ -311,13 +313,36 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        """Train as TRL's trainer does; `resume_from_checkpoint` is that of [`~dc_trl.DCGRPOTrainer.train`].
+
+        Raises:
+            DivergedError: weights, or the gradients of several steps in a row, are not finite.
+            ValueError: the checkpoint is incomplete or damaged.
+        """
+        found = on_main_process(lambda: resumable_checkpoint(resume_from_checkpoint, self.args.output_dir))
+        output = super().train(found, *args, **kwargs)
+        self._soundness.require_finite()
+        return output
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        return self._soundness.checked(super()._get_grad_norm(model, grad_norm=grad_norm), model)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        self.control.should_save &= self._soundness.may_save
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def _save_checkpoint(self, model, trial):
+        self._soundness.require_finite()
         # This comes first, since transformers writes last the file that marks a checkpoint as complete.
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / STATE_FILE, json.dumps(self.constraint.state_dict(), indent=2))
         super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_manifest(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         policy = self.accelerator.unwrap_model(self.model if model is None else model)

@@ -240,6 +240,8 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
             f"{NO_REMEDY_IN_STEP:g}, up to which no remedy was shown to help our tiny models; see docs/which_one.md."
         ]
     whole, rest, floor = split.whole.value, split.unexplained.value, split.floor.value
+    if not np.isfinite(kl.value + whole + rest + floor):
+        return ["The mismatch is not known: log-probabilities are not finite. Check the weights before you train."]
     causes = sum(share.value for share in split.shares.values())
     found = []
     of_format = f"{causes / whole:.0%} of δ̄ is the number format and the arithmetic"

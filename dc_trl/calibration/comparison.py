@@ -90,7 +90,7 @@ def measure_engine(
     notes = []
     if prompts < (least := max(_FEW_PROMPTS, settings.batch_prompts)):
         notes.append(f"{prompts} prompts are few: the 95 % intervals are too narrow; use {least} or more.")
-    if pearson is not None and pearson < _SAME_WEIGHTS:
+    if pearson is not None and not pearson >= _SAME_WEIGHTS:
         notes.append(
             f"The probabilities of both sides correlate by {pearson:.2f} only: does {sample.engine} run the weights "
             "of this model?"

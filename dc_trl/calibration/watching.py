@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -136,7 +137,7 @@ def look(
     return numbers | {
         "drift_tv": sum(variation) / len(variation),
         "top1_flips": sum(flips) / len(flips),
-        "floor": max(floors),
+        "floor": float(np.max(floors)),  # NaN if one is
         "pearson": found.pearson,
         "tokens": found.tokens,
     }

@@ -8,7 +8,6 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from transformers import Trainer, TrainerCallback
@@ -16,6 +15,9 @@ from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
+from ..records.estimators import noise_of
+from ..records.runs import ENDED, Run
+from ..records.verdict import destroyed
 from ..run.manifest import checkpoints
 from ..settings.ranges import Range, require_number
 from ..trainer import DCGRPOTrainer
@@ -39,13 +41,14 @@ class Alarm(NamedTuple):
     value: float  # the metric's level there (running median; for counted signals the last value)
     reference: float  # the level that it is compared with
     threshold: float  # the level beyond which it counts as trouble
-    sound_until: int  # step of the log until which nothing was wrong: a checkpoint from before it is good
+    # Step of the log until which nothing was wrong: a checkpoint from before it is good. 0 if none is known to be.
+    sound_until: int
 
     def __str__(self) -> str:
+        well = f"all was well until step {self.sound_until}" if self.sound_until else "no step is known to be well"
         return (
             f"Collapse alarm at step {self.step}, {self.signal}: {self.metric} is {self.value:.4g} (reference "
-            f"{self.reference:.4g}, alarm at {self.threshold:.4g}); all was well until step {self.sound_until}. "
-            "docs/metrics.md says what to try."
+            f"{self.reference:.4g}, alarm at {self.threshold:.4g}); {well}. docs/metrics.md says what to try."
         )
 
 
@@ -66,35 +69,44 @@ class _Detector:
         self._rule, self._window, self._length = rule, window, length
         self._steps: list[int] = []
         self._values: list[float] = []
-        self._sound_until = self._beyond = self._half_way = 0
+        self.sound_until = self.beyond = self._half_way = 0
+        self.judged = False  # whether there were logs enough
+
+    def unknown(self, step: int) -> Alarm | None:
+        """Take a log whose value is not finite: not known to be within the threshold."""
+        self.beyond += 1
+        if self.beyond != self._length:
+            return None
+        return Alarm(self.signal, self.metric, step, math.nan, math.nan, math.nan, self.sound_until)
 
     def update(self, step: int, value: float) -> Alarm | None:
         self._steps.append(step)
         self._values.append(value)
         if len(self._values) < self._window:
             return None
+        self.judged = True
         median = statistics.median(self._values[-self._window :])
         reference, threshold, severity = self._rule(self._values, median)
-        self._half_way = self._half_way + 1 if severity >= 0.5 else 0
-        self._beyond = self._beyond + 1 if severity >= 1 else 0
-        if not self._beyond and not 0 < self._half_way <= 10 * self._window:
-            self._sound_until = self._steps[-self._window]
-        if self._beyond != self._length:
+        self._half_way = 0 if severity < 0.5 else self._half_way + 1
+        self.beyond = 0 if severity < 1 else self.beyond + 1
+        if not self.beyond and not 0 < self._half_way <= 10 * self._window:
+            self.sound_until = self._steps[-self._window]
+        if self.beyond != self._length:
             return None
-        return Alarm(self.signal, self.metric, step, median, reference, threshold, self._sound_until)
+        return Alarm(self.signal, self.metric, step, median, reference, threshold, self.sound_until)
 
 
 def _reward_drop(window: int) -> _Rule:
-    """Judge the running median by its best, in units of the gain or level, and of the noise of a single log."""
+    """Judge the running median by its best, in units of the gain or level, and of the noise of a single log.
+
+    The first log, that of the policy as it began, counts too: a rate that is too high ruins it within the window.
+    """
     medians: list[float] = []
 
     def judge(values: list[float], median: float) -> _Judgement:
         medians.append(median)
-        best = max(medians)
-        differences = [abs(second - first) for first, second in pairwise(values[-101:])]
-        # The median of |difference| of two normal values is 0.6745 · √2 standard deviations; a trend hardly moves it.
-        noise = statistics.median(differences) / (0.6745 * math.sqrt(2))
-        drop = max(CollapseMonitor.REWARD_SHARE * max(best - medians[0], abs(best)), 4 * noise)
+        best = max(values[0], *medians)
+        drop = max(CollapseMonitor.REWARD_SHARE * max(best - medians[0], abs(best)), 4 * noise_of(values))
         return best, best - drop, (best - median) / drop if drop > 0 else 0.0
 
     return judge
@@ -134,8 +146,9 @@ class CollapseMonitor:
 
     A *log* is one call of :meth:`update`. The rules (docs/metrics.md) look at the running median of the last
     ``window`` logs, and must hold in ``window`` successive logs: spikes of fewer than ``window`` / 2 logs do not ring,
-    and a lasting change is known about 1.5 windows after it. A log in which a metric is missing, None or NaN does not
-    count for that metric. To continue a run, pass its logs again.
+    and a lasting change is known about 1.5 windows after it. A log in which a metric is missing or None does not count
+    for that metric; one in which it is not finite counts as beyond its threshold. To continue a run, pass its logs
+    again.
 
     Args:
         window: logs of the running median, at least 3.
@@ -171,12 +184,19 @@ class CollapseMonitor:
         # A log of several steps holds the mean of λ, which is rounded.
         pinned = _condition(lambda value: value >= most * (1 - 1e-9), most)
         without_spread = _condition(lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
-        self._detectors = [_Detector(*names, rule, window, window) for names, rule in medians.items()] + [
+        self._levels = [_Detector(*names, rule, window, window) for names, rule in medians.items()]
+        self._detectors = [
+            *self._levels,
             _Detector("lambda", "lagrangian/lambda", pinned, 1, 2 * window),
             _Detector("no_signal", "frac_reward_zero_std", without_spread, 1, 2 * window),
         ]
         overflow = _condition(lambda norm: not math.isfinite(norm), math.inf)
         self._overflow = _Detector("grad_norm", "grad_norm", overflow, 1, window if fp16 else 1)
+
+    @property
+    def sound_until(self) -> int:
+        """Step of the log until which all levels were well; 0 if none is known to be."""
+        return min((each.sound_until for each in self._levels if each.judged), default=0)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alarm]:
         """Take the metrics that the trainer logged at an optimizer step; return the signals that ring.
@@ -188,12 +208,14 @@ class CollapseMonitor:
             if metrics.get(detector.metric) is None:
                 continue
             value = float(metrics[detector.metric])
-            # A number that is not finite has no level.
-            alarm = detector.update(step, value) if math.isfinite(value) or detector is self._overflow else None
+            known = math.isfinite(value) or detector is self._overflow
+            alarm = detector.update(step, value) if known else detector.unknown(step)
             if alarm is not None and alarm.signal not in self._rung:
                 self._rung.add(alarm.signal)
                 alarms.append(alarm)
-        return alarms
+        # All was well only as long as no other metric was in trouble.
+        until = min((each.sound_until for each in self._levels if each.beyond), default=step)
+        return [alarm._replace(sound_until=min(alarm.sound_until, until)) for alarm in alarms]
 
 
 class CollapseAlarmCallback(TrainerCallback):
@@ -203,8 +225,8 @@ class CollapseAlarmCallback(TrainerCallback):
     signals. Each signal warns once per run, a resumed one included, with its numbers and what to try, and is logged as
     `collapse/<signal>` at its step, in a row of its own. Use `logging_steps=1`: windows count logs.
 
-    With `stop=True`, an alarm also ends training, and names the newest checkpoint from before the trouble; let
-    `save_total_limit` keep so many that it is there. `no_signal` does not stop a run, since it harms no weights.
+    With `stop=True`, an alarm also ends training, and names the newest checkpoint from before the trouble. Our trainer
+    keeps that one whatever `save_total_limit` says. `no_signal` does not stop a run, since it harms no weights.
 
     Args:
         stop (`bool`, defaults to `False`): whether an alarm ends training.
@@ -250,16 +272,20 @@ class CollapseAlarmCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self._ring(self._monitor.update(state.global_step, logs or {}), state, control)
+        if self._stop and isinstance(self._trainer, DCGRPOTrainer):
+            self._trainer.checkpoints.sound_until = self._monitor.sound_until
 
     def _ring(self, alarms: list[Alarm], state: TrainerState, control) -> None:
         # Every process reads the same logs, so all of them ring, and stop, at the same step.
         for alarm in (alarm for alarm in alarms if alarm.signal not in self._announced):
             self._announced.add(alarm.signal)
             self.alarms.append(alarm)
-            message = str(alarm)
+            message = " ".join(filter(None, [str(alarm), destroyed(Run("", state.log_history))]))
+            ends = {}
             if self._stop and alarm.signal != "no_signal":
                 control.should_training_stop = True
                 self.stopped = self.stopped or alarm
+                ends = {f"{ENDED}collapse_alarm/{alarm.signal}": 1.0}
                 if isinstance(self._trainer, DCGRPOTrainer):
                     self._trainer.exports_at_end = False  # nobody should serve what has collapsed
                 if state.is_world_process_zero:
@@ -271,4 +297,4 @@ class CollapseAlarmCallback(TrainerCallback):
             if state.is_world_process_zero:
                 logger.warning(message)
             # TRL's log() would also write the metrics of the present step, which are not complete yet.
-            Trainer.log(self._trainer, {f"collapse/{alarm.signal}": alarm.value})
+            Trainer.log(self._trainer, {f"collapse/{alarm.signal}": alarm.value} | ends)

@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from datasets import Dataset
 
@@ -23,13 +23,16 @@ from ..records.runs import (
     SUMMARY_FILE,
     Run,
     outcome,
+    read_summary,
     run_ended,
 )
 from ..records.tables import print_table
-from ..records.verdict import verdict_of
+from ..records.verdict import destroyed, verdict_of
+from ..run.card import CARD_FILE
 from ..run.interruption import RunInterrupted, StopSignals
 from ..run.manifest import checkpoints, on_main_process
 from ..run.push import HubError, run_files
+from ..run.soundness import DivergedError
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line
 from ..trainer import DCGRPOTrainer
@@ -59,31 +62,47 @@ def run(
     trainer.add_callback(signals)
     try:
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    except (ServerError, RunInterrupted) as error:
+    except (ServerError, RunInterrupted, DivergedError) as error:
         return _end_early(trainer, error, stack)
     folder, step = Path(trainer.args.output_dir), trainer.state.global_step
-    # The run had ended, and left the files of its end, before it was resumed.
-    if trainer.run.resumed_at_end and on_main_process(lambda: run_ended(folder, step) and holds_weights(folder)):
+
+    def what_is_done() -> tuple[bool, bool]:
+        """Return whether the run was saved at its end before it was resumed, and whether it was published too."""
+        saved = trainer.run.resumed_at_end and run_ended(folder, step) and holds_weights(folder)
+        return saved, saved and read_summary(folder).get("published") == _place(trainer)
+
+    is_saved, is_published = on_main_process(what_is_done)
+    if is_published:
         trainer.accelerator.print(f"The run in {trainer.args.output_dir} is finished and unchanged.", flush=True)
         release_processes(trainer)
         return None
     if alarm is not None and alarm.stopped is not None:
         # The last trained weights must not be taken for the run's result.
         way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
-        return f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}."
-    if trainer.is_fsdp_enabled:  # accelerate's default of FSDP2 saves shards, which are no model
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    # A user's call of save_model would push before there is a summary.
-    trainer.save_model(trainer.args.output_dir, _internal_call=True)
-    if trainer.accelerator.is_main_process:
-        summarize(trainer)
+        ruin = destroyed(Run("", trainer.state.log_history))
+        return f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}. {ruin or ''}".rstrip()
+    if not is_saved:
+        if trainer.is_fsdp_enabled:  # accelerate's default of FSDP2 saves shards, which are no model
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        # A user's call of save_model would push before there is a summary.
+        trainer.save_model(trainer.args.output_dir, _internal_call=True)
+        if trainer.accelerator.is_main_process:
+            summarize(trainer)
     failure = _publish(trainer, DAPO.hub_id if data.dataset_name == "dapo" else data.dataset_name)
     if failure is None:
+        if trainer.accelerator.is_main_process:
+            _write_summary(folder, read_summary(folder) | {"published": _place(trainer)})
         release_processes(trainer)
     return failure
 
 
-def _end_early(trainer: DCGRPOTrainer, error: ServerError | RunInterrupted, stack: ExitStack) -> Outcome:
+def _place(trainer: DCGRPOTrainer) -> str:
+    """Return where the model card of a run goes, with the run itself if it is pushed: its last step."""
+    args = trainer.args
+    return "@".join(filter(None, [trainer.hub_model_id, args.hub_revision])) if args.push_to_hub else CARD_FILE
+
+
+def _end_early(trainer: DCGRPOTrainer, error: Exception, stack: ExitStack) -> Outcome:
     """End the run's own server and its processes together."""
     if isinstance(error, RunInterrupted):  # printed at once, since the sender of the signal may soon kill the process
         trainer.accelerator.print(f"\n{error}", file=sys.stderr, flush=True)
@@ -122,11 +141,15 @@ def summarize(trainer: DCGRPOTrainer) -> None:
         "tokens": tokens,
         "seconds": seconds,
     }
-    write_text(Path(args.output_dir, SUMMARY_FILE), json.dumps(summary, indent=2) + "\n")
+    _write_summary(Path(args.output_dir), summary)
     print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
     if args.exports_deployment:
         deployment = Path(args.output_dir, DEPLOYMENT_FOLDER)
         print(f"Serve it: {serve_line(deployment)}" if verdict.worth_serving else f"The policy is in {deployment}")
+
+
+def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    write_text(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:

@@ -6,7 +6,8 @@ Each time a new checkpoint is complete, and every few minutes, the server sample
 its public endpoints, and the newest checkpoint below the directory scores them here. A look prints a line and appends
 one to watch.jsonl. Trainer and server are not changed; a server that does not answer is asked again later.
 
-The exit code is 1 as soon as δ̄ is above --fail_above, 0 after --looks, and 2 if the watch cannot begin or fails.
+The exit code is 1 as soon as δ̄ is not known to be at most --fail_above, 0 after --looks, and 2 if the watch cannot
+begin or fails.
 """
 
 import json
@@ -120,9 +121,10 @@ def main(args: Namespace) -> int:
         append_text(args.output / WATCH_FILE, f"{line}\n")
         if tracker is not None:
             tracker.log({f"watch/{name}": value for name, value in numbers.items()}, step=looks)
-        failed = args.fail_above is not None and numbers["discrepancy"] > args.fail_above
+        # NaN is not known to be low.
+        failed = args.fail_above is not None and not numbers["discrepancy"] <= args.fail_above
         if failed:
-            say(f"failed: δ̄ {numbers['discrepancy']:.3g} is above --fail_above {args.fail_above:g}")
+            say(f"failed: δ̄ {numbers['discrepancy']:.3g} is not known to be at most --fail_above {args.fail_above:g}")
         if failed or looks == args.looks:
             if tracker is not None:
                 tracker.end_training()

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
+from ..settings.ranges import FINITE, Range, require_number
 from .settings import ConstraintSettings
 
 
@@ -97,14 +98,23 @@ class LagrangeMultiplier:
         return min(max(value, self.minimum), self.maximum)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return λ, the window's discrepancies and those that ε is computed from, as JSON values, without settings."""
-        return {"value": self._value, "recent": list(self._recent), "observed": self._observed, "of": self._of}
+        """Return λ with its bound, the window's discrepancies and those that ε is computed from, as JSON values."""
+        found = {"value": self._value, "maximum": self.maximum, "of": self._of}
+        return found | {"recent": list(self._recent), "observed": self._observed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict()``. λ is projected onto the present bounds, and the window keeps its latest.
 
         A λ that was found for another constraint, or that nothing moves, says nothing about the present one: it stays.
+
+        Raises:
+            ValueError: λ was above the bound that it had, or below 0, or a discrepancy is no such number.
         """
+        # An earlier release has not saved the bound: the largest default is 8.
+        allowed = Range(least=0, most=state_dict.get("maximum", max(self.maximum, 8.0)))
+        require_number("lagrange_multiplier of the checkpoint", state_dict["value"], allowed)
+        for seen in [*state_dict["recent"], *(state_dict["observed"] or [])]:
+            require_number("discrepancy of the checkpoint", seen, FINITE)
         if self._of is not None and (self._of[0] != "lagrangian" or state_dict.get("of", self._of) != self._of):
             return
         self._value = self._projected(float(state_dict["value"]))

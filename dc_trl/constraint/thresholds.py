@@ -92,7 +92,7 @@ def drift_warning(
         setting, part, bound = "constraint", "lag", FAR
         finding = "our runs with such a lag lost 8 points or more: lower weight_sync_steps, or use recipe='lag'"
     metric, k3 = k3s[part]
-    if k3 is None or not k3 > bound:
+    if k3 is None or k3 <= bound:
         return None
     named = f"{setting}={getattr(settings, setting)!r} with {metric}={k3:.3g}"
     return f"{named}, above {bound:g}, where {finding}. See docs/which_one.md."

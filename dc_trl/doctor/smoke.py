@@ -112,7 +112,7 @@ def _train(setup: Setup, scheme: str, **options: Any) -> Found:
     yield {"δ̄": f"{before:.1e}", "after new weights": f"{after:.1e}", "step": f"{second['step_time']:.2f} s"}
     if not all(math.isfinite(row[name]) for row in (first, second) for name in ("loss", "grad_norm")):
         raise RuntimeError("loss or gradient norm is not finite")
-    if after > max(_STALE, 5 * before):
+    if not after <= max(_STALE, 5 * before):
         raise RuntimeError(f"the engine seems to sample with old weights: δ̄ is {after:.1e} after {before:.1e}")
 
 

@@ -11,14 +11,25 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..files import read_object, write_text
+from .schemes import named_scheme, quantizes_cache
 
 
 CONTRACT_FILE = "dc_trl.json"
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Return the tensors in the safetensors files of a directory, by name, an adapter's beside its base too."""
-    return {key: value for file in sorted(directory.rglob("*.safetensors")) for key, value in load_file(file).items()}
+    """Return the tensors in the safetensors files of a directory, by name, an adapter's beside its base too.
+
+    Raises:
+        ValueError: two files hold a tensor, of which an engine may load either.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(directory.rglob("*.safetensors")):
+        found = load_file(file)
+        if twice := found.keys() & tensors.keys():
+            raise ValueError(f"{file} holds {min(twice)}, which another file there holds too: remove one of them.")
+        tensors |= found
+    return tensors
 
 
 def digest(tensor: Tensor) -> str:
@@ -34,12 +45,23 @@ def write_contract(directory: Path, facts: Mapping[str, Any]) -> None:
 
 
 def read_contract(directory: Path) -> dict[str, Any]:
-    """Return the contract of a checkpoint; a `ValueError` says that it has none, or none with scheme and digests."""
+    """Return the contract of a checkpoint; a `ValueError` says that it has none, or one that cannot be its own."""
     path = directory / CONTRACT_FILE
     contract = read_object(path) if path.is_file() else {}
     if not (isinstance(contract.get("scheme"), str) and isinstance(contract.get("sha256"), dict)):
         raise ValueError(f"{path} is no contract with scheme and sha256: give the deployment/ of a run, or export it.")
+    found = read_object(directory / "config.json").get("quantization_config") or {}
+    stored = (found.get("config_groups") or {}).get("group_0") or {}
+    named = named_scheme(contract["scheme"]).model_dump(mode="json")
+    if _kind(named, quantizes_cache(contract["scheme"])) != _kind(stored, bool(found.get("kv_cache_scheme"))):
+        raise ValueError(f"{path} says scheme={contract['scheme']!r}, and config.json another one: export it again.")
     return contract
+
+
+def _kind(scheme: Mapping[str, Any], cache: bool) -> list[Any]:
+    """Return what tells the schemes apart, whatever the size of their groups."""
+    kinds = [scheme.get("weights") or {}, scheme.get("input_activations") or {}]
+    return [cache, *([kind.get(name) for name in ("num_bits", "type", "strategy")] for kind in kinds)]
 
 
 def broken_terms(contract: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:

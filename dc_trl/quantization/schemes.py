@@ -99,6 +99,18 @@ def quantized_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return weights
 
 
+def named_scheme(name: str) -> QuantizationScheme:
+    """Return the compressed-tensors scheme called ``name``, as it is for models that its groups divide."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    require_scheme(name)
+    plain = name.removesuffix(FP8_CACHE)
+    scheme = preset_name_to_scheme(_PRESETS.get(plain, ("W4A16", 32))[0], targets=["Linear"])
+    if plain == "fp8_w8a16":
+        scheme.input_activations = None
+    return scheme
+
+
 def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     """Return the compressed-tensors scheme called ``name``, for the Linear layers and experts of ``model``.
 
@@ -111,18 +123,14 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     """
     # Imported here because a configuration only needs the names of the schemes, and this import takes 0.15 s.
     from compressed_tensors.compressors.format import infer_module_format
-    from compressed_tensors.quantization import preset_name_to_scheme
 
-    require_scheme(name)
+    scheme = named_scheme(name)
     name = name.removesuffix(FP8_CACHE)
-    preset, group_size = _PRESETS.get(name, ("W4A16", 32))
-    scheme = preset_name_to_scheme(preset, targets=["Linear"])
+    _, group_size = _PRESETS.get(name, ("W4A16", 32))
     if scheme.weights is None:
         return scheme
-    if name == "fp8_w8a16":
-        if fused_experts(model):
-            raise ValueError("deployment_scheme='fp8_w8a16': vLLM loads no mixture of experts in it: use 'fp8'.")
-        scheme.input_activations = None
+    if name == "fp8_w8a16" and fused_experts(model):
+        raise ValueError("deployment_scheme='fp8_w8a16': vLLM loads no mixture of experts in it: use 'fp8'.")
     if name in RESEARCH_BITS:
         scheme.weights.num_bits = RESEARCH_BITS[name]
     for layer, experts in fused_experts(model).items():

@@ -5,9 +5,11 @@ the mean over problems (clustered by problem), and the bootstrap draws whole pro
 """
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,13 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
     return macro_estimate([values])
 
 
+def noise_of(values: Sequence[float]) -> float:
+    """Return the standard deviation of a single one of successive values, at least two, which a trend hardly moves."""
+    differences = [abs(second - first) for first, second in pairwise(values[-101:])]
+    # The median of |difference| of two normal values is 0.6745 · √2 standard deviations.
+    return statistics.median(differences) / (0.6745 * math.sqrt(2))
+
+
 def recent_mean(values: Sequence[float]) -> dict[str, Any] | None:
     """Return mean and range of the last ten values, which depend on each other; None where there is none."""
     last = values[-10:]
@@ -139,7 +148,8 @@ def _p_value(difference: Estimate, means: NDArray[np.float64], sizes: Iterable[i
     if difference.standard_error <= _MARGIN:
         return 1.0 if abs(difference.value) <= _MARGIN else None
     # The observed sample is one of the possible ones.
-    extreme = 1 + int((np.abs(means - difference.value) >= abs(difference.value) - _MARGIN).sum())
+    # NaN, which is not known to be nearer, counts as one.
+    extreme = 1 + int((~(np.abs(means - difference.value) < abs(difference.value) - _MARGIN)).sum())
     return max(extreme / (len(means) + 1), 2 * math.prod(float(size) ** -size for size in sizes))
 
 

@@ -22,7 +22,10 @@ class Table(NamedTuple):
 
 def facts_table(run: Run) -> Table:
     """Return what was trained, when and on what, and how far it came, as far as the run has recorded it."""
-    alarms = [(name, row["step"]) for row in run.history for name in row if name.startswith("collapse/")]
+    alarms = [
+        (step, name) for name, (steps, _) in run.columns.items() if name.startswith("collapse/") for step in steps
+    ]
+    ended = run.ended_by
     known = run.setting if run.settings else lambda name: None  # without recorded settings a default is a guess
     facts = {
         "model": run.settings.get("model_name_or_path"),
@@ -31,9 +34,11 @@ def facts_table(run: Run) -> Table:
         "constraint": run.summary.get("constraint", known("constraint")),
         "tolerance ε": _number(run.last("lagrangian/tolerance"), "{:.4g}"),
         "seed": known("seed"),
-        "state": "finished" if run.finished else "going on, or stopped",
+        "state": f"ended by {ended}" if ended else "finished" if run.finished else "going on, or killed",
         "optimizer steps": f"{run.steps:,}",
-        "collapse alarms": ", ".join(f"{name.removeprefix('collapse/')} at step {step}" for name, step in alarms),
+        "collapse alarms": ", ".join(
+            f"{name.removeprefix('collapse/')} at step {step}" for step, name in sorted(alarms)
+        ),
         "tokens sampled and read": _number(_tokens(run), "{:,.0f}"),
         "training seconds": _number(run.summary.get("seconds", run.last("train_runtime")), "{:,.0f}"),
     }

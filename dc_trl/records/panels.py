@@ -1,6 +1,6 @@
 """What each figure of a run shows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .figures import ACCENT, INK, WINDOW, draw_curve, label_end, new_figure, save_figure
+from .figures import ACCENT, INK, WINDOW, draw_curve, label_end, new_figure, save_figure, thinned
 from .runs import GREEDY, Run, benchmark_metrics
 
 
@@ -26,7 +26,8 @@ def _draw_any(axes: Axes, run: Run, metric: str) -> None:
 
 
 def _draw_steps(axes: Axes, run: Run, metric: str) -> None:
-    axes.step(*run.series(metric), where="post", color=INK, linewidth=1.5)
+    steps, values = run.series(metric)
+    axes.step(*thinned(steps, by=values), where="post", color=INK, linewidth=1.5)
 
 
 def _draw_discrepancy(axes: Axes, run: Run, metric: str) -> None:
@@ -35,11 +36,12 @@ def _draw_discrepancy(axes: Axes, run: Run, metric: str) -> None:
     tolerance = run.series("lagrangian/tolerance")
     constrained = "discrepancy/lag_mean" if run.settings.get("constraint_target") == "lag" else "discrepancy/mean"
     if tolerance.steps and metric == constrained:  # an automatic tolerance is known after the first batches only
-        axes.step(*tolerance, where="post", **_MARK)
+        axes.step(*thinned(tolerance.steps, by=tolerance.values), where="post", **_MARK)
         label_end(axes, tolerance.values[-1], f"ε {tolerance.values[-1]:.4g}", ACCENT)
         if _moves(run):
             top = [max(shown.get(step, level), level) for step, level in zip(*tolerance, strict=True)]
-            axes.fill_between(tolerance.steps, tolerance.values, top, color=ACCENT, alpha=0.2, linewidth=0)
+            at, low, high = thinned(*tolerance, by=top)
+            axes.fill_between(at, low, high, color=ACCENT, alpha=0.2, linewidth=0)
     axes.set_ylim(bottom=0)  # last, since it fixes the top, which may be that of ε
 
 
@@ -66,7 +68,8 @@ def _draw_length(axes: Axes, run: Run, metric: str) -> None:
 def _draw_evaluations(axes: Axes, run: Run, metric: str) -> None:
     series, errors = run.series(metric), run.series(f"{metric}_se").by_step()  # a single problem has no error
     bars = [errors.get(step, 0.0) for step in series.steps]
-    axes.errorbar(*series, bars, color=INK, linewidth=1.6, marker="o", markersize=5, capsize=3)
+    steps, bars, values = thinned(series.steps, bars, by=series.values)
+    axes.errorbar(steps, values, bars, color=INK, linewidth=1.6, marker="o", markersize=5, capsize=3)
 
 
 def _note(axes: Axes, text: str) -> None:
@@ -188,7 +191,7 @@ def panels_of(run: Run) -> list[Panel]:
     return [panel for panel in panels if run.series(panel.metric).steps]
 
 
-def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
+def plot_run(history: Iterable[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
     """Draw the reward, the batch discrepancy with its tolerance, and λ of a history into one PNG.
 
     A run with `LengthDecayCallback` has two more panels: response length, with the surge, and learning rate.
@@ -199,7 +202,7 @@ def plot_run(history: Sequence[Mapping[str, Any]], path: str | Path, title: str 
         title: printed above the panels.
     """
     run = Run("", history)
-    decays = any(name.startswith("length_decay/") for row in history for name in row)
+    decays = any(name.startswith("length_decay/") for name in run.columns)
     panels = [_REWARD, _DISCREPANCY, _MULTIPLIER, *((_LENGTH, _LEARNING_RATE) if decays else ())]
     panels = [panel for panel in panels if panel is _REWARD or run.series(panel.metric).steps]
     figure, all_axes = new_figure(len(panels), width=7.2, height=2.0, share_x=True)

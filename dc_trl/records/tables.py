@@ -23,7 +23,7 @@ def with_error(value: float, standard_error: float | None, factor: float, decima
 
 def verdict(difference: Difference, above: str, below: str) -> str:
     """Return `above` or `below` where the second of two values differs by more than noise, else a denial."""
-    if difference.p_value is None or difference.p_value >= SIGNIFICANCE:
+    if difference.p_value is None or not difference.p_value < SIGNIFICANCE:
         return "not shown to differ"
     return above if difference.value > 0 else below
 

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..constraint.thresholds import reading_in_step, reading_of_lag
+from .estimators import noise_of
 from .runs import Run
 
 
 WINDOW = 10  # logged steps at each end of a run that are compared; in a short run, half of its steps
 _ENOUGH = 3  # logged steps at each end that are enough to distinguish a trend from noise
 _MOSTLY = 0.5  # share of cut-off completions above which this is the first thing to repair
+_LOST = 0.5  # share of the reward of the first log
+# Metric → factor, up or down, by which no healthy run of ours has left its first log while it lost its reward.
+_MOVES = {"entropy": 2.0, "completions/mean_length": 1.5, "discrepancy/mean": 3.0, "kl": 3.0, "grad_norm": 10.0}
 _NO_SPREAD = 0.99  # share of prompts whose completions all earned the same reward
 NOT_MEASURED = (
     "the rollouts carry no log-probabilities. Set deployment_scheme='bf16', or the format that you will serve, to "
@@ -60,6 +64,39 @@ def first_batch(columns: Sequence[Sequence[float]], generations: int, clipped: f
     return f"The first generation batch teaches nothing, or little. {' '.join(found)}" if found else None
 
 
+def destroyed(run: Run) -> str | None:
+    """Say that training has destroyed the policy, as a learning rate that is too high does; None where it has not.
+
+    The first log is of the policy as it began. Its reward is lost within the next ones and for good, beyond noise, and
+    another level has left its place; or gradients are not finite any more.
+    """
+    norms = run.columns.get("grad_norm", ((), [0.0]))[1]
+    rate = run.last("learning_rate")
+    remedy = (
+        f"learning_rate{'' if rate is None else f' (last {rate:.3g})'} is too high: begin again with a third of it"
+    )
+    remedy += ", from the model or from a checkpoint of before. docs/collapsed.md has the other causes"
+    if not any(map(math.isfinite, norms[-_ENOUGH:])):
+        return f"The gradient is not finite at the end, and nothing more is learned. {remedy}."
+    rewards = run.series("reward").values
+    if len(rewards) <= _ENOUGH:
+        return None
+    last = {name: run.series(name).values[-WINDOW:] for name in ("reward", *_MOVES)}
+    lost = rewards[0] - max(statistics.median(rewards[1 : WINDOW + 1]), statistics.median(last["reward"]))
+    if not lost > max(_LOST * abs(rewards[0]), 4 * noise_of(rewards)):
+        return None
+    ends = {name: (run.series(name).values[0], statistics.median(of)) for name, of in last.items() if of}
+    moved = [name for name, factor in _MOVES.items() if name in ends and not _within(*ends[name], factor)]
+    if not moved:
+        return None
+    changes = ", ".join(f"{name} from {ends[name][0]:.3g} to {ends[name][1]:.3g}" for name in ("reward", *moved))
+    return f"The policy was destroyed: since the first log {changes}. {remedy}."
+
+
+def _within(first: float, last: float, factor: float) -> bool:
+    return first / factor <= last <= first * factor
+
+
 class Verdict(NamedTuple):
     """Verdict on a run."""
 
@@ -76,12 +113,16 @@ def verdict_of(run: Run) -> Verdict:
     """
     if run.steps == 0:
         return Verdict(["No optimizer step was made: nothing was trained."], False)
+    if (ruin := destroyed(run)) is not None:
+        return Verdict([ruin], False)
     learning, worth_serving = _learning(run)
     lines = [learning]
     clipped = statistics.fmean(run.series("completions/clipped_ratio").values[-WINDOW:] or [0.0])
-    if clipped >= _MOSTLY:
+    # In a run that lost its reward, answers that became too long are a symptom.
+    at_first = statistics.fmean(run.series("completions/clipped_ratio").values[:WINDOW] or [0.0])
+    if clipped >= _MOSTLY and (worth_serving or at_first >= _MOSTLY):
         lines.append(f"{clipped:.0%} of the last completions were cut off at max_completion_length: raise it.")
-    measured = run.series("discrepancy/k3_kl").values[-WINDOW:]
+    measured = _last_known("discrepancy/k3_kl", run)
     if not measured:
         truncated = run.series("discrepancy_truncated/k3_kl").values
         why = COUNTS_TRUNCATION if truncated else NOT_MEASURED
@@ -92,9 +133,9 @@ def verdict_of(run: Run) -> Verdict:
     if not may_lag:
         lines.append(f"The mismatch was measured: k3 {k3:.2g} nats, {reading_in_step(k3)}.")
         return Verdict(lines, worth_serving)
-    of_lag = [lag for lag in run.series("discrepancy/lag_k3_kl").values[-WINDOW:] if lag > 0]
-    if run.series("discrepancy/lag_k3_kl").values:
-        median = statistics.median(of_lag or [0.0])
+    of_lag = _last_known("discrepancy/lag_k3_kl", run)
+    if of_lag:
+        median = statistics.median([lag for lag in of_lag if lag > 0] or [0.0])
         what = f"k3 {median:.2g} nats by the lag of the sampler's weights, {reading_of_lag(median)}"
     else:
         what = (
@@ -103,6 +144,12 @@ def verdict_of(run: Run) -> Verdict:
         )
     lines.append(f"The mismatch was measured: {what}.")
     return Verdict(lines, worth_serving)
+
+
+def _last_known(metric: str, run: Run) -> list[float]:
+    """Return the last values of a metric; what is no number is not known to be low, and counts as ∞."""
+    values = run.columns.get(metric, ((), ()))[1][-WINDOW:]
+    return [math.inf if math.isnan(value) else value for value in values]
 
 
 def _learning(run: Run) -> tuple[str, bool]:

@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 
 from ..files import read_object, replace_folder_link, write_text
 from ..records.clock import OTHER
-from .interruption import BEGIN_AGAIN, resume_command
-from .manifest import STATE_FILE, write_manifest
+from .interruption import way_back
+from .manifest import STATE_FILE, checkpoints, write_manifest
+from .soundness import Soundness
 
 
 ROLLOUTS_FILE = "rollouts_rank{rank}.safetensors"  # of a checkpoint: the generation batch that is in use
@@ -38,17 +38,22 @@ class Checkpoints(TrainerCallback):
         trainer: trainer of the run.
 
     Attributes:
-        saved_at: step of the last checkpoint that the present training saved or resumed from; None if there is none.
+        soundness (`Soundness`): keeps what is saved finite.
+        sound_until (`int`): step until which a watcher, such as the collapse alarm, has found nothing wrong. The
+            newest checkpoint from before it is never removed. 0: no step is known to be well, or nobody watches.
     """
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
+        self.sound_until = 0
         self.begin_training()
         trainer.add_callback(self)
 
     def begin_training(self) -> None:
         """Forget an earlier training."""
-        self.saved_at: int | None = None
+        self.soundness = Soundness(self._trainer)
+        self._began = False  # whether the present training has begun, and perhaps loaded a checkpoint
+        self._saved_at: int | None = None  # step of the last checkpoint that it saved or resumed from
         # Position, rollouts, state of the algorithm and random numbers at the end of the last step; None before it.
         self._ended: tuple[int, Any, dict[str, Any], tuple] | None = None
         self._moving_since: int | None = None  # the step from which the optimizer is changing the weights
@@ -63,6 +68,9 @@ class Checkpoints(TrainerCallback):
         self._ended = trainer._step, trainer._buffered_inputs, copy.deepcopy(self._state()), numbers
         self._moving_since = None
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._began = True
+
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._moving_since = state.global_step
 
@@ -76,11 +84,13 @@ class Checkpoints(TrainerCallback):
             together: whether all processes have failed at the same point.
         """
         trainer, step = self._trainer, self._trainer.state.global_step
+        if not self._began:
+            return "Nothing was trained. If a checkpoint cannot be loaded, resume from another one."
         if self._moving_since is not None and step > self._moving_since:
             self.end_step()  # the failure came after the optimizer
         if self._moving_since is not None:
             return _not_saved("the optimizer was moving the weights")
-        if self._ended is None or self.saved_at == step:
+        if self._ended is None or self._saved_at == step or not self.soundness.may_save:
             return self.way_back()
         if trainer.accelerator.num_processes > 1 and not together:
             return _not_saved("one of several processes cannot save alone")
@@ -94,18 +104,15 @@ class Checkpoints(TrainerCallback):
         try:
             trainer._save_checkpoint(trainer.model, trial=None)
             trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
-        except (OSError, RuntimeError, SafetensorError) as error:  # all of them may be a full disk
+        except (ArithmeticError, OSError, RuntimeError, SafetensorError) as error:  # the last three may be a full disk
             return _not_saved(str(error))
         # If a process ended before the others, the launcher would end them, perhaps while they write.
         trainer.accelerator.wait_for_everyone()
         return self.way_back()
 
     def way_back(self) -> str:
-        """Return how to resume from the last step, which is saved if one has ended."""
-        if self.saved_at is None:
-            return BEGIN_AGAIN
-        folder, command = self._trainer.checkpoint_folder(), resume_command(self._trainer.args.output_dir)
-        return f"The run is saved: go on with resume_from_checkpoint={folder!r}, or {command}."
+        """Return how to go on from the newest checkpoint."""
+        return way_back(self._trainer.args.output_dir, self._trainer.state.global_step)
 
     def _state(self) -> dict[str, Any]:
         """Return the state with which a run resumes beside weights and optimizer, as JSON values."""
@@ -132,6 +139,7 @@ class Checkpoints(TrainerCallback):
             folder: directory of the checkpoint.
         """
         trainer, args = self._trainer, self._trainer.args
+        self.soundness.require_finite()
         # Our files come first, because transformers finally marks the checkpoint as complete, pushes it, and rotates.
         self._empty(folder)
         # Between two optimizer steps of one generation batch, the remaining batch belongs to the run's state.
@@ -156,9 +164,17 @@ class Checkpoints(TrainerCallback):
                 self.make_whole(folder)
         finally:
             args.save_total_limit = limit
-        self.saved_at = trainer.state.global_step
-        if args.should_save:
-            rotate_checkpoints(str(Path(folder).parent), limit, trainer.state.best_model_checkpoint, use_mtime=True)
+        self._saved_at = trainer.state.global_step
+        if args.should_save and limit:
+            self._remove_oldest(checkpoints(Path(folder).parent), limit)
+
+    def _remove_oldest(self, found: dict[int, Path], limit: int) -> None:
+        """Remove the oldest checkpoints beyond a limit, but not the newest, the best and the last good one."""
+        best = self._trainer.state.best_model_checkpoint
+        good = [step for step in found if step < self.sound_until]
+        spared = {max(found), *good[:1], *(step for step, each in found.items() if best and each == Path(best))}
+        for step in sorted(found.keys() - spared)[: max(0, len(found) - limit)]:
+            shutil.rmtree(found[step], ignore_errors=True)
 
     def make_whole(self, folder: str) -> None:
         """Write the file that marks a checkpoint as complete, once every process has written its files."""
@@ -186,7 +202,7 @@ class Checkpoints(TrainerCallback):
         if trainer.args.sync_ref_model and trainer.ref_model is not None:
             logger.warning("sync_ref_model=True: a checkpoint has no reference model, and it begins anew.")
         if os.path.realpath(checkpoint) == os.path.realpath(trainer.checkpoint_folder()):
-            self.saved_at = trainer.state.global_step
+            self._saved_at = trainer.state.global_step
         path = Path(checkpoint, STATE_FILE)
         if not path.exists():
             logger.warning(

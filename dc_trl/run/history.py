@@ -1,7 +1,9 @@
 """Writes settings, history, figure and some completions of a run while it trains."""
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,15 @@ from ..config import DCGRPOConfig
 from ..files import append_text, read_text, set_aside, write_text
 from ..quantization.policy import base_model
 from ..records.changed_settings import changed_settings, json_value
-from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE, read_history
+from ..records.runs import (
+    DEPLOYMENT_FOLDER,
+    ENDED,
+    FIGURE_FILE,
+    HISTORY_FILE,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    read_history,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -26,8 +36,9 @@ class HistoryCallback(TrainerCallback):
 
     When training begins, `settings.json` is written with the settings that differ from `DCGRPOConfig`'s defaults,
     without tokens and keys. Every log of the trainer (λ, violation, discrepancy, reward, …: the same values that
-    `report_to` sends to trackers) becomes one line of `history.jsonl`. At every save and at the end of training,
-    `run.png` shows reward, δ̄ with its tolerance, and λ.
+    `report_to` sends to trackers) becomes one line of `history.jsonl`. `run.png` shows reward, δ̄ with its tolerance,
+    and λ. It is drawn at the end of training, and at a save if drawing takes less than a hundredth of the time.
+    A row or a figure that cannot be written gives a warning, and training goes on.
     An evaluation before training is not kept.
 
     A resumed run continues the history from its checkpoint. A new run in the same directory renames the old files to
@@ -42,6 +53,7 @@ class HistoryCallback(TrainerCallback):
     def __init__(self, settings: Mapping[str, Any] | None = None):
         self._settings = settings or {}
         self._history: Path | None = None  # history of the present or last training
+        self._draws_from = 0.0  # seconds of the clock from which the next figure may be drawn
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if not state.is_world_process_zero:
@@ -75,13 +87,35 @@ class HistoryCallback(TrainerCallback):
             return
         row: dict[str, Any] = {"step": state.global_step}
         row |= {name: value for name, value in (logs or {}).items() if value is None or isinstance(value, int | float)}
-        append_text(self._history, json.dumps(row) + "\n")
+        with _unless_it_fails():
+            append_text(self._history, json.dumps(row) + "\n")
+
+    def ended(self, step: int, what: str) -> None:
+        """Record what ends the run, on the main process."""
+        if self._history is not None:
+            with _unless_it_fails():
+                append_text(self._history, json.dumps({"step": step, f"{ENDED}{what}": 1.0}) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
+        if time.monotonic() >= self._draws_from:
+            self.on_train_end(args, state, control)
+
+    def on_train_end(self, args, state, control, **kwargs):
         # A run that ends before its first log is saved, but has nothing to draw.
-        if state.is_world_process_zero and self._history is not None and self._history.exists():
+        if not state.is_world_process_zero or self._history is None or not state.log_history:
+            return
+        began = time.monotonic()
+        with _unless_it_fails():
             from ..records.panels import plot_run  # imports matplotlib, which takes a second
 
-            plot_run(read_history(self._history), self._history.with_name(FIGURE_FILE), self._history.parent.name)
+            plot_run(state.log_history, self._history.with_name(FIGURE_FILE), self._history.parent.name)
+        self._draws_from = time.monotonic() + 100 * (time.monotonic() - began)
 
-    on_train_end = on_save
+
+@contextmanager
+def _unless_it_fails() -> Iterator[None]:
+    """Warn of an error of the block, which only records what a run does, and must not end it."""
+    try:
+        yield
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        logger.warning(f"The run goes on without a part of its records: {error}")

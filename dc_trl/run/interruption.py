@@ -13,12 +13,12 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from ..serving.background import abandon_requests, allow_requests, in_thread
+from .manifest import checkpoint_defect, checkpoints
 
 
 # Ctrl-C, and those that ask a program to end: a job system's, a closed terminal's, and SLURM's warning of the time.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _DUPLICATE_SECONDS = 1.0  # seconds; a launcher forwards signals that have already reached all of its processes
-BEGIN_AGAIN = "No step had ended, so nothing is lost: the same command begins again."
 
 
 class RunInterrupted(Exception):  # noqa: N818 (this is not an error)
@@ -120,9 +120,7 @@ class StopSignals(TrainerCallback):
 
     def _way_back(self) -> str:
         """Return how to resume if nothing more is saved."""
-        if self._steps == 0:
-            return BEGIN_AGAIN
-        return f"Go on from the last checkpoint: {resume_command(self._output_dir)}."
+        return way_back(self._output_dir, self._steps)
 
 
 def _write(signum: int, what: str) -> None:
@@ -131,6 +129,12 @@ def _write(signum: int, what: str) -> None:
         os.write(sys.stderr.fileno(), f"\n{signal.Signals(signum).name}: {what}\n".encode())
 
 
-def resume_command(output_dir: str) -> str:
-    """Return the command that resumes from the newest checkpoint of an output directory."""
-    return f"the same command with --output_dir {shlex.quote(output_dir)} --resume_from_checkpoint true"
+def way_back(output_dir: str, step: int) -> str:
+    """Return how to go on with a run that has come to a step, from the newest whole checkpoint of its directory."""
+    for saved, folder in checkpoints(output_dir).items():
+        if checkpoint_defect(folder, contents=False) is None:
+            command = f"the same command with --output_dir {shlex.quote(output_dir)} --resume_from_checkpoint true"
+            up_to = "" if saved == step else f" up to step {saved}"
+            return f"The run is saved{up_to}: go on with resume_from_checkpoint={str(folder)!r}, or {command}."
+    lost = "No step had ended, so nothing is lost" if step == 0 else "There is no checkpoint"
+    return f"{lost}: the same command begins again."

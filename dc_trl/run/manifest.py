@@ -1,8 +1,10 @@
 """Finds the checkpoint from which a run resumes, and describes what an incomplete one lacks.
 
-The manifest of a checkpoint lists its files with their sizes. It is written last and marks a complete checkpoint.
+The manifest of a checkpoint lists its files with their sizes and hashes. It is written last and marks a complete
+checkpoint. The hashes find damage, not forgery: XXH3 is faster than any disk.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TypeVar
 
+import xxhash
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -17,6 +20,7 @@ from transformers.utils import logging
 
 from ..files import read_object, set_aside, sync_to_disk, write_bytes
 from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
+from ..settings.ranges import WHOLE, Range
 
 
 STATE_FILE = "dc_grpo_state.json"
@@ -104,10 +108,14 @@ def checkpoints(output_dir: str | PathLike[str]) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def checkpoint_defect(folder: Path) -> str | None:
-    """Return why training cannot resume exactly from a checkpoint (a file is missing or cut short), or None.
+def checkpoint_defect(folder: Path, contents: bool = True) -> str | None:
+    """Return why training cannot resume exactly from a checkpoint (a file is missing, cut short or damaged), or None.
 
     Of a checkpoint without a manifest (of another trainer), only the trainer's state and the optimizer are looked for.
+
+    Args:
+        folder: of the checkpoint.
+        contents: whether to read all files, to compare their hashes with those of the manifest.
     """
     if not folder.is_dir():
         return "is no directory"
@@ -116,11 +124,24 @@ def checkpoint_defect(folder: Path) -> str | None:
     manifest = folder / MANIFEST_FILE
     if not manifest.is_file() and (folder / STATE_FILE).is_file():
         return f"holds no {MANIFEST_FILE}: its save was cut short"
-    for name, entry in (read_object(manifest)["files"] if manifest.is_file() else {}).items():
+    try:
+        listed = read_object(manifest).get("files") if manifest.is_file() else {}
+        progress = read_object(folder / TRAINER_STATE_FILE)
+    except ValueError as error:
+        return f"is damaged: {error}"
+    if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
+        return f"holds a {MANIFEST_FILE} that lists no files: it was replaced"
+    for name, entry in listed.items():
         if not (folder / name).is_file():
             return f"holds no {name}, which its {MANIFEST_FILE} lists"
-        if (found := (folder / name).stat().st_size) != entry["size"]:
-            return f"holds {name} with {found:,} bytes in place of {entry['size']:,}: it was cut short or replaced"
+        if (found := (folder / name).stat().st_size) != (size := entry.get("size")):
+            return f"holds {name} with {found:,} bytes in place of {size}: it was cut short or replaced"
+        # A manifest of an earlier release has no hashes.
+        if contents and entry.get("xxh3", hashed := _hash(folder / name)) != hashed:
+            return f"holds {name} with other contents than were saved (XXH3 {hashed}): it was damaged or replaced"
+    step, steps = progress.get("global_step"), progress.get("max_steps")
+    if not WHOLE.allows(steps) or not Range(least=0, most=steps or 0, whole=True).allows(step):
+        return f"has come to global_step={step!r} of max_steps={steps!r}: its {TRAINER_STATE_FILE} was damaged"
     # DeepSpeed keeps its optimizer in the folder that the file `latest` names.
     if not any(folder.glob("optimizer*")) and not (folder / "latest").is_file():
         return (
@@ -131,7 +152,7 @@ def checkpoint_defect(folder: Path) -> str | None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a checkpoint, all of whose files are written: what resuming reads, with the sizes.
+    """Write the manifest of a checkpoint, all of whose files are written: what resuming reads, with sizes and hashes.
 
     It returns once checkpoint and manifest are on the disk.
     """
@@ -144,7 +165,13 @@ def write_manifest(folder: Path) -> None:
     ]
     for path in [*files, *{path.parent for path in files}]:
         sync_to_disk(path)
-    listed = {str(path.relative_to(folder)): {"size": path.stat().st_size} for path in files}
+    listed = {str(path.relative_to(folder)): {"size": path.stat().st_size, "xxh3": _hash(path)} for path in files}
     text = json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
     write_bytes(folder / MANIFEST_FILE, text.encode(), durable=True)
     sync_to_disk(folder.parent)  # this folder holds the checkpoint's own name
+
+
+def _hash(path: Path) -> str:
+    """Return the hash of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -69,8 +69,8 @@ def position_in_data(
         epochs, batches: those of transformers.
         checkpoint: from which the run resumes; None where it begins.
     """
-    if checkpoint is None:
-        return epochs, batches
+    if checkpoint is None or trainer.state.global_step >= trainer.state.max_steps:
+        return epochs, batches  # nothing more is trained
     if isinstance(trainer.train_dataset, IterableDataset):
         # transformers assumes that an epoch of a stream has max_steps steps, so a run that has read the whole stream
         # would resume from its beginning. The saved epoch is the number of passes plus the share of max_steps in the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
@@ -13,8 +14,10 @@ from accelerate.logging import get_logger
 from ..files import lock_output, read_object
 from ..records.runs import TRAINER_STATE_FILE
 from ..serving.errors import ServerError
+from .history import HistoryCallback
 from .interruption import RunInterrupted, StopSignals
 from .manifest import on_main_process, resumable_checkpoint, set_aside_later
+from .soundness import DivergedError
 
 
 logger = get_logger(__name__)
@@ -54,7 +57,10 @@ class TrainingRun:
                 self._resumed_at = read_object(Path(checkpoint, TRAINER_STATE_FILE))["global_step"]
             trainer.checkpoints.begin_training()
             try:
-                yield checkpoint
+                with self._end_recorded():
+                    yield checkpoint
+            except DivergedError:
+                raise
             except ServerError as error:  # in all processes together
                 stops = [each for each in trainer.callback_handler.callbacks if isinstance(each, StopSignals)]
                 signum = max((stop.common_signal() for stop in stops), default=0)
@@ -65,9 +71,21 @@ class TrainingRun:
             except RunInterrupted as stop:
                 raise RunInterrupted(stop.signum, trainer.checkpoints.way_back()) from stop
             except BaseException as error:
-                if trainer.state.global_step > 0:
+                if checkpoint is not None or trainer.state.global_step > 0:
                     error.add_note(trainer.checkpoints.save_after_failure(together=False))
                 raise
+
+    @contextmanager
+    def _end_recorded(self) -> Iterator[None]:
+        """Write into the history what ends the training before its time."""
+        try:
+            yield
+        except BaseException as error:
+            name = signal.Signals(error.signum).name if isinstance(error, RunInterrupted) else type(error).__name__
+            for each in self._trainer.callback_handler.callbacks:
+                if isinstance(each, HistoryCallback):
+                    each.ended(self._trainer.state.global_step, name)
+            raise
 
     @property
     def resumed_at_end(self) -> bool:
