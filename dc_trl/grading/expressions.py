@@ -62,7 +62,7 @@ def parse_expression(text: str) -> Basic | MatrixBase | None:
 
 
 def is_set(text: str) -> bool:
-    r"""Whether a text is a set, as `\{2\} \cup \{4\}` or `\mathbb{R}`, or an inequality, which is the set of its solutions."""
+    r"""Whether a text is a set, as `\{2\} \cup \{4\}` or `\mathbb{R}`, or an inequality, whose solutions are one."""
     return isinstance(parse_expression(text), sympy.Set | Boolean)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 MAX_TEXT = 1_000_000  # characters at the end of a completion in which a box is looked for
 MAX_ANSWER = 1_000  # characters; the longest gold answer of the six benchmarks has 171
 
-# Bounded, so that a million backslashes take no more than a million steps. Some models escape the command twice, and TeX
-# takes a number without braces: `\boxed 7`.
+# Bounded, so that a million backslashes take no more than a million steps. Some models escape the command twice, or
+# leave the braces of a number out.
 _TOKEN = re.compile(
     r"\\{1,2}(?:boxed|fbox)\s*(?:\{|(?P<bare>-?\d+(?:\.\d+)?)(?![\w^/{(]|\.\d|\\[A-Za-z]))|\\.|[{}]", re.DOTALL
 )
