@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from accelerate.logging import get_logger
 from transformers import GenerationConfig
+from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import GRPOConfig
 
 from .constraint.corrections import correction_of
@@ -16,7 +17,7 @@ from .quantization.schemes import SERVED_SCHEMES, require_scheme, require_served
 from .settings.command_line import nearest
 from .settings.contradictions import require_consistent
 from .settings.distribution import recompute_once, require_division
-from .settings.fields import require_fields, setting
+from .settings.fields import require_fields, setting, values_named
 from .settings.neutral_sampling import TRUNCATIONS, VLLM_SETTINGS
 from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe, fill_in
@@ -150,17 +151,22 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
         through = str(self.train_through_quantization).lower()  # a command line hands over text
         require_choice("train_through_quantization", through, _THROUGH)
         self.train_through_quantization = _THROUGH[through]
+        if self.deployment_scheme is not None:
+            is_served = self.use_vllm or self.push_to_hub
+            (require_served_scheme if is_served else require_scheme)(self.deployment_scheme)
         ConstraintSettings.__post_init__(self)
         require_fields(self)
         coefficient_of(self)  # refuses a form, and correction_of a correction, that does not exist
         correction_of(self)
         for weight in self.reward_weights or []:
             require_number("reward_weights", weight, FINITE)
-        if self.deployment_scheme is not None:
-            is_served = self.use_vllm or self.push_to_hub
-            (require_served_scheme if is_served else require_scheme)(self.deployment_scheme)
         # Parses the JSON strings that dict fields hold when they come from a command line.
-        GRPOConfig.__post_init__(self)
+        with values_named(self):
+            GRPOConfig.__post_init__(self)
+        for tracker in self.report_to or []:
+            require_choice("report_to", tracker, INTEGRATION_TO_CALLBACK)
+            if tracker not in get_available_reporting_integrations():
+                raise ValueError(f"report_to={tracker!r} is not installed: pip install {tracker}, or set 'none'.")
         require_division(self)
         recompute_once(self)
         require_consistent(self)

@@ -124,6 +124,12 @@ def require_startable(
         data_sets |= {f"eval_dataset[{name!r}]": rows for name, rows in eval_dataset.items()}
     else:
         data_sets["eval_dataset"] = eval_dataset
+    for function in functions:
+        if not (callable(function) or isinstance(function, str)):
+            raise TypeError(
+                f"reward_funcs has {excerpt(function)} of type {type(function).__name__}: pass a function, a reward "
+                "model or its name, or a list of these."
+            )
     prompts = []
     for name, rows in data_sets.items():
         if rows is None:
@@ -141,8 +147,10 @@ def require_startable(
 
 def _config_of(model: Any, args: Any, field: str) -> PretrainedConfig:
     """Return the configuration of a model, or of the Hub id or directory that the option `field` gives."""
-    if not isinstance(model, str):
+    if isinstance(model, nn.Module):
         return model.config
+    if not isinstance(model, str):
+        raise TypeError(f"{field}={model!r} has the type {type(model).__name__}: give text, or a loaded model.")
     options = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
     return load_config(model, field, **{name: options[name] for name in _OF_A_CONFIG & options.keys()})
 
@@ -172,36 +180,38 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
         )
     needed, why = 1, "there is nothing to train on or to evaluate"
     if name == "train_dataset" and isinstance(args, GRPOConfig):
-        size, generations = args.generation_batch_size, args.num_generations
-        needed = size // generations
+        completions, generations = args.generation_batch_size, args.num_generations
+        needed = completions // generations
         why = (
-            f"a generation batch takes {needed} (generation_batch_size={size} completions, "
+            f"a generation batch takes {needed} (generation_batch_size={completions} completions, "
             f"num_generations={generations} of each), so no step would be made: give more rows, or lower "
             "per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation, or raise "
             "num_generations"
         )
     if isinstance(data_set, IterableDataset):  # which yields them again later
         rows = list(data_set.take(needed))
+        table = {column: [row[column] for row in rows] for column in (rows[0] if rows else ())}
     else:
-        rows = [data_set[number] for number in range(min(len(data_set), max(needed, _LOOKED_AT)))]
-    if len(rows) < needed:
-        raise ValueError(f"{name} has {len(rows)} rows, and {why}.")
-    columns = list(rows[0])
+        table = data_set[: max(needed, _LOOKED_AT)]  # row by row it would take a minute with thousands of columns
+    columns, size = list(table), len(next(iter(table.values()), ()))
+    if size < needed:
+        raise ValueError(f"{name} has {size} rows, and {why}.")
     if "prompt" not in columns:
         if environments:
             return [], columns
         raise ValueError(
             f"{name} has the columns {', '.join(map(repr, columns))} and none called 'prompt': "
-            f"{_to_prompt(name, rows[0])}."
+            f"{_to_prompt(name, table)}."
         )
-    text = isinstance(rows[0]["prompt"], str)
-    for number, row in enumerate(rows):
-        if not row["prompt"] or not isinstance(row["prompt"], str if text else list):
+    prompts = table["prompt"]
+    text = isinstance(prompts[0], str)
+    for number, prompt in enumerate(prompts):
+        if not prompt or not isinstance(prompt, str if text else list):
             raise ValueError(
-                f"{name}: row {number} has prompt={excerpt(row['prompt'])}: the prompts are all text, or all of them "
+                f"{name}: row {number} has prompt={excerpt(prompt)}: the prompts are all text, or all of them "
                 "lists of messages, each with a role and a content. Leave out such rows, for example with filter."
             )
-        if isinstance(prompt := row["prompt"], list):
+        if not text:
             require_messages(prompt, images=True)
             if ends_with_answer(prompt):
                 answer = excerpt(prompt[-1]["content"])
@@ -212,9 +222,9 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
                 )
     images = {"image", "images"} & {*columns}
     for column in images:
-        if all(row[column] is None for row in rows):
+        if all(image is None for image in table[column]):
             raise ValueError(
-                f"{name}: the column {column!r} has no image in its first {len(rows)} rows: leave it out, by "
+                f"{name}: the column {column!r} has no image in its first {size} rows: leave it out, by "
                 f"{name}.remove_columns({column!r})."
             )
     if images and isinstance(args, DCGRPOConfig) and args.vllm_server_base_urls:
@@ -222,12 +232,12 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
             f"{name} has {images.pop()!r}, and one server alone samples prompts with images: set vllm_server_base_url "
             f"in place of vllm_server_base_urls={args.vllm_server_base_urls}."
         )
-    return [row["prompt"] for row in rows], columns
+    return prompts, columns
 
 
-def _to_prompt(name: str, row: dict[str, Any]) -> str:
-    """Return how a data set with such rows gets the column `prompt`, without the answers."""
-    for column, value in row.items():
+def _to_prompt(name: str, table: dict[str, list[Any]]) -> str:
+    """Return how a data set with such columns gets the column `prompt`, without the answers."""
+    for column, (value, *_) in table.items():
         if isinstance(value, list) and value and isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
             return f"{column!r} ends with the answer: {name}.map(lambda row: {{'prompt': row[{column!r}][:-1]}})"
     return f"rename the one of what is asked, without the answer, by {name}.rename_column(..., 'prompt')"

@@ -7,6 +7,7 @@ import logging
 import math
 import pickle
 import re
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from transformers import (
 from dc_trl import DCGRPOTrainer
 from dc_trl.async_grpo import AsyncDCGRPOConfig
 from dc_trl.command.train import main
-from dc_trl.gate import warn_of_rounding
+from dc_trl.gate import _look_at, warn_of_rounding
 from dc_trl.grading.checked_reward import checked_reward, is_async, require_rewards
 
 from .helpers import at_server, distinct_characters, make_config, make_model, make_prompts, make_tokenizer, refuses
@@ -134,7 +135,12 @@ MISTAKES = [
     ),
     ("a message without a role", conversational, {"rows": [[{"content": "1+1="}]] * 8}, ["'1+1='", "role"]),
     ("too few rows", None, {"rows": ["1+1="], "per_device_train_batch_size": 8}, ["has 1 rows", "takes 2", "=8"]),
-    ("column of a reward", None, {"reward": "needs_solution"}, ["missing a required argument: 'solution'"]),
+    (
+        "column of a reward",
+        None,
+        {"reward": "needs_solution"},
+        ["missing a required argument: 'solution'", "no column 'solution'"],
+    ),
 ]
 
 
@@ -255,6 +261,11 @@ REFUSED = {
         ["column 'image' has no image", "remove_columns('image')"],
     ),
     "no reward": ({"rewards": None}, ["reward_funcs is not given"]),
+    "no function": ({"rewards": 5}, ["reward_funcs", "5", "int", "function"]),
+    "one of two functions": ({"rewards": [distinct_characters, None]}, ["reward_funcs", "None", "function"]),
+    "functions in a tuple": ({"rewards": (distinct_characters,)}, ["reward_funcs", "tuple", "list"]),
+    "no **kwargs": ({"rewards": lambda completions: [0.0]}, ["unexpected keyword argument", "**kwargs"]),
+    "a path as the model": (lambda t: {"model": t}, ["model=", "Path", "text"]),
 }
 
 
@@ -509,3 +520,11 @@ def test_a_reward_model_and_weights_that_give_no_finite_reward(tmp_path):
     large = build(tmp_path, rewards=named(lambda **_: [1e10] * 4), settings={"reward_weights": [1e10]})
     with pytest.raises(ValueError, match=r"The rewards of completion 0, .* with reward_weights="):
         large.train()
+
+
+def test_thousands_of_columns_are_read_at_once(tmp_path):
+    """Row by row, 256 rows of 2,000 columns take 15 s here, before anything is said."""
+    rows = Dataset.from_dict({"prompt": ["1+1="] * 256} | {f"column_{number}": [0] * 256 for number in range(2000)})
+    begin = time.process_time()
+    assert len(_look_at("train_dataset", rows, None, False)[0]) == 256
+    assert time.process_time() - begin < 5

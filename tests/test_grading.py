@@ -59,6 +59,9 @@ def test_documented(gold, options, answer, correct):
         ("\\boxed{\n\n46\n\n}", "46"),
         (r"} \boxed{46}", "46"),
         (r"\boxed{}", ""),
+        (r"\boxed 7", "7"),
+        (r"\boxed{3}, no: $\boxed-7.5$.", "-7.5"),
+        (r"\boxed{3}, and \boxed 7/3", "3"),
         ("46", None),
     ],
 )
@@ -110,6 +113,11 @@ def test_a_wrong_answer_of_the_golds_value_votes_for_itself(gold, wrong):
     verdicts = [grade(boxed(answer), Gold(gold)) for answer in (wrong, gold)]
     assert [verdict.correct for verdict in verdicts] == [False, True]
     assert verdicts[0].answer != verdicts[1].answer
+
+
+def test_two_percentages_differ_by_points():
+    assert grade(boxed(r"51\%"), Gold(r"50\%", absolute_tolerance=2))
+    assert not grade(boxed(r"99\%"), Gold(r"50\%", absolute_tolerance=2))
 
 
 @given(st.fractions(max_denominator=999), st.fractions(max_denominator=999))

@@ -21,7 +21,7 @@ from .vllm_server import requires_vllm
 
 LIBRARIES = {"accelerate", "compressed_tensors", "peft", "transformers", "trl", "vllm"}
 STANDARD_LIBRARY = {
-    *("_ActionsContainer", "_option_string_actions"),
+    *("_ActionsContainer", "_negative_number_matcher", "_option_string_actions"),
     *("_asdict", "_exit", "_fields", "_make", "_replace"),
 }
 VLLM = pytest.param("vllm", marks=requires_vllm)

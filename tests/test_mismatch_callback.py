@@ -51,6 +51,11 @@ def test_stock_trl_logs_what_our_trainer_measures(tmp_path):
     assert logged(stock, "loss") == pytest.approx(logged(ours, "loss"), rel=1e-6)
 
 
+def test_our_own_trainer_needs_no_callback(tmp_path):
+    with refuses(ValueError, "DCGRPOTrainer", "MismatchCallback"):
+        MismatchCallback(make_trainer(tmp_path))
+
+
 def test_truncated_sampling_is_not_called_a_discrepancy(tmp_path):
     trainer = stock_trainer(tmp_path, top_p=0.9)
     trainer.train()

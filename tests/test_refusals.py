@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
 import yaml
 from datasets import Dataset
 from peft import LoraConfig
@@ -22,7 +23,7 @@ from dc_trl.command.arguments import ARGUMENTS
 from dc_trl.settings.contradictions import CONTRADICTIONS, NO_EFFECT
 from dc_trl.settings.fields import TRL_ALLOWED, own_fields
 
-from .helpers import TINY_MODEL, distinct_characters, make_model
+from .helpers import TINY_MODEL, distinct_characters, make_model, refuses
 
 
 # So that the machine of the tests has no part in what is refused.
@@ -83,6 +84,14 @@ discrepancy_tolerance: '-1' | discrepancy_tolerance=-1 0
 deployment_scheme: fp16 | deployment_scheme='fp16' 'fp8_block' 'int3' '+fp8_kv'
 deployment_scheme: int3, use_vllm: true | deployment_scheme='int3' 'fp8' use_vllm=False
 deployment_scheme: int2, push_to_hub: true | deployment_scheme='int2' 'fp8' push_to_hub=False
+save_strategy: sometimes | save_strategy='sometimes' 'steps' 'epoch'
+optim: adamm | optim='adamm' 'adamw_torch'
+max_steps: [1] | max_steps=[1] list whole
+report_to: nonesuch | report_to='nonesuch' 'wandb' 'trackio'
+report_to: azure_ml | report_to='azure_ml' pip 'none'
+vllm_server_port: 70000 | vllm_server_port=70000 whole 65535
+vllm_group_port: 0 | vllm_group_port=0 whole 1
+fp16: true, bf16: true | fp16=True bf16=True
 # --- functions of a user's own, and corrections
 constraint_form: cubic | constraint_form='cubic' 'injected' 'quadratic' 'log_ratio' module:function
 constraint_form: 'none_such:form' | constraint_form='none_such:form' 'none_such'
@@ -121,6 +130,7 @@ score_centering_top_k: 8 | score_centering_top_k=8 score_centering=False score_c
 recipe: both, deployment_scheme: fp8, constraint: none, constraint_form: quadratic | constraint_form= constraint='none'
 # --- contradictions
 lambda_init: 2.0 | lambda_init=2.0 lambda_min=0.0 lambda_max=1.0
+lambda_max: 0.05, lambda_min: 0.5 | lambda_max=0.05 lambda_min=0.5
 lambda_min: 0.5 | lambda_init=0.1 lambda_min=0.5
 discrepancy_split: true | discrepancy_split=True use_vllm=False deployment_scheme=None 'fp8' use_vllm=True
 recipe: format | recipe='format' deployment_scheme=None 'fp8'
@@ -229,6 +239,9 @@ dataset_name: none.csv | dataset_name='none.csv' .json .parquet
 eval_size: 999, dataset_name: ROWS | eval_size=999 eval_size
 rewards: [applause] | applause
 model_name_or_path: null | model_name_or_path directory
+model_name_or_path: runs/real_model | model_name_or_path='runs/real_model' real-model directory
+rewards: null | rewards=None list
+dataset_name: EMPTY | dataset_name='rows.jsonl' empty
 model_name_or_path: ./none | model_name_or_path='./none' directory
 lora_deployment: adapter, deployment_scheme: fp8 | lora_deployment='adapter' use_peft=true 'merged'
 learning_rat: 1 | learning_rat learning_rate
@@ -297,7 +310,7 @@ def by_command(tmp_path, settings, *words):
         call("train", ["--config", str(file), *words])
     assert not list((tmp_path / "run").glob("*"))
     assert str(ended.value.code).startswith("error: ")
-    return ended.value.code.removeprefix("error: ")
+    return ended.value.code.removeprefix("error: ").removeprefix(f"{file}: ")
 
 
 @pytest.mark.parametrize(("settings", "words"), rows(OF_A_RUN))
@@ -312,8 +325,9 @@ def test_of_a_run_by_python_and_by_the_command(tmp_path, settings, words):
 @pytest.mark.parametrize(("settings", "words"), rows(OF_THE_COMMAND))
 def test_of_the_command(tmp_path, monkeypatch, settings, words):
     monkeypatch.chdir(tmp_path)
-    if settings.get("dataset_name") == "ROWS":
+    if (kind := settings.get("dataset_name")) in ("ROWS", "EMPTY"):
         lines = [json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) for number in range(8)]
+        lines *= kind == "ROWS"
         (tmp_path / "rows.jsonl").write_text("\n".join(lines))
         settings = settings | {"dataset_name": "rows.jsonl"}
     assert_names(by_command(tmp_path, settings), words)
@@ -349,6 +363,51 @@ def test_of_a_trainer(tmp_path, monkeypatch, settings, words):
     with pytest.raises(ValueError, match=r"^[^\n]+$") as refused:
         DCGRPOTrainer(make_model(), reward, config, data, **others.get(given, {}))
     assert_names(refused.value, words)
+
+
+def test_a_refusal_names_the_file_whose_field_it_is_and_no_other(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    for line in ("lambda_lr: fast", "lambda_lr: -1", "lamda_lr: 1", "save_strategy: sometimes"):
+        file.write_text(f"{line}\n")
+        with pytest.raises(SystemExit, match=f"^error: {file}: {line.partition(':')[0]}"):
+            call("train", ["--config", str(file)])
+    file.write_text("lambda_lr: 1\n")
+    for words in (["--lambda_lr", "-1e-4"], ["--lambda_lr=fast"], ["--lambda_max", "-.5"]):
+        with pytest.raises(SystemExit, match=r"^error: lambda_(lr|max)\b"):
+            call("train", ["--config", str(file), *words])
+
+
+@pytest.mark.parametrize("name", ["output_dir", "weight_sync_dir"])
+def test_a_file_in_the_place_of_a_directory(tmp_path, name):
+    (tmp_path / "file").touch()
+    for below in ("file", "file/run"):
+        settings = {name: str(tmp_path / below)}
+        with refuses(ValueError, f"{name}='{tmp_path / below}'", "directory") as refused:
+            DCGRPOConfig(**{"output_dir": str(tmp_path)} | MACHINE | settings)
+        assert by_command(tmp_path, settings) == str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"deployment_scheme": torch.float8_e4m3fn}, ["deployment_scheme=torch.float8_e4m3fn", "'fp8'"]),
+        ({"constraint_form": 3}, ["constraint_form=3", "int", "text"]),
+        ({"rollout_correction": 3}, ["rollout_correction=3", "int", "text"]),
+        ({"vllm_server_base_urls": "http://a:1", "use_vllm": True}, ["vllm_server_base_urls='http://a:1'", "list"]),
+        ({"reward_weights": "1"}, ["reward_weights='1'", "list"]),
+        ({"run_name": 7}, ["run_name=7", "text"]),
+    ],
+)
+def test_a_value_of_another_type_in_python(tmp_path, settings, words):
+    with refuses(ValueError, *words):
+        DCGRPOConfig(str(tmp_path), **MACHINE | settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_precision_that_the_machine_lacks(tmp_path):
+    settings = {"use_cpu": False, "bf16": True}
+    assert_names(by_python(tmp_path, settings), ["bf16=True", "use_cpu=False"])
+    assert_names(by_command(tmp_path, settings), ["bf16=True", "use_cpu=False"])
 
 
 def test_words_are_no_truth_values(tmp_path):

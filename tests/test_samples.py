@@ -4,6 +4,8 @@ import json
 
 from dc_trl.evaluation.samples import Sample, SampleStore
 
+from .helpers import refuses
+
 
 SETTINGS = {"model": "m", "temperature": 0.7, "seed": 0}
 
@@ -26,3 +28,16 @@ def test_samples_come_back_as_they_were_without_one_that_was_cut_short(tmp_path)
     assert list(again.samples.values()) == samples
     again.add(make_sample("c", 0))
     assert len(SampleStore(store.folder, SETTINGS).samples) == 4
+
+
+def test_blank_lines_are_passed_over_and_others_are_refused_by_file_and_line(tmp_path):
+    store = SampleStore(tmp_path, SETTINGS)
+    store.add(make_sample("a", 0))
+    file = tmp_path / "samples.jsonl"
+    for lines in ("\n", " \n\n"):
+        file.write_text(file.read_text() + lines)
+        assert list(SampleStore(tmp_path, SETTINGS).samples) == [("a", 0)]
+    for line in ("{oops", "[1]", '{"id": "b"}', "7"):
+        file.write_text(f"\n{line}\n")
+        with refuses(ValueError, file, "line 2", "remove"):
+            SampleStore(tmp_path, SETTINGS)

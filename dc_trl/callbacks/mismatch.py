@@ -9,6 +9,7 @@ from ..constraint.metrics import BatchStatistics, batch_metrics
 from ..constraint.settings import ConstraintSettings
 from ..sampled_tokens import SampledTokens, loss_mask
 from ..settings.neutral_sampling import SAMPLING_FIELDS, restrictions
+from ..trainer import DCGRPOTrainer
 
 
 class MismatchCallback(TrainerCallback):
@@ -24,10 +25,15 @@ class MismatchCallback(TrainerCallback):
         trainer ([`~trl.GRPOTrainer`]): trainer whose rollouts are measured.
 
     Raises:
-        ValueError: the first generation batch lacks the log-probabilities of one of the engines.
+        ValueError: the trainer is a [`DCGRPOTrainer`], which measures by itself; or the first generation batch lacks
+            the log-probabilities of one of the engines.
     """
 
     def __init__(self, trainer: GRPOTrainer):
+        if isinstance(trainer, DCGRPOTrainer):
+            raise ValueError(
+                "trainer is a DCGRPOTrainer, which logs these metrics by itself: leave MismatchCallback out."
+            )
         self._trainer = trainer
         self._statistics = BatchStatistics(ConstraintSettings())
         self._measured: Any = None  # the generation batch that was measured last

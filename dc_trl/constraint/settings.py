@@ -30,8 +30,8 @@ DEFAULT_OF_DIVIDED = (0.05, 1.0)
 if TYPE_CHECKING:
     Tolerance = float | Literal["auto"]
 else:
-    # TrlParser reads a field of several types as text; `DCGRPOConfig` converts it to a number.
-    Tolerance = str
+    # TrlParser reads a field of several types as text; `ConstraintSettings` converts it to a number.
+    Tolerance = Annotated[str, "'auto' or a number"]
 
 
 @dataclass

@@ -57,9 +57,9 @@ def load_rows(
         source, options = name, {"name": config, "split": split, "revision": revision}
     try:
         rows = load_dataset(source, **options)
-    except (DatasetsError, ArrowException, OSError, ValueError, TypeError) as error:
+    except (DatasetsError, ArrowException, OSError, ValueError, TypeError, StopIteration) as error:  # of an empty file
         # datasets wraps what went wrong in its own DatasetGenerationError; the cause says more.
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        reason = (str(error.__cause__ or error).strip() or "it is empty").splitlines()[0]
         raise ValueError(
             f"{field}={name!r} (dataset_config={config!r}, dataset_split={split!r}) cannot be loaded: {reason}"
         ) from error

@@ -69,5 +69,12 @@ class SampleStore:
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             write_text(path, whole)
-        samples = [Sample(**json.loads(line)) for line in whole.splitlines()]
-        return {(sample.id, sample.sample): sample for sample in samples}
+        samples = {}
+        for number, line in enumerate(whole.splitlines(), 1):
+            if line.strip():
+                try:
+                    sample = Sample(**json.loads(line))
+                except (ValueError, TypeError) as error:  # no JSON, or other fields
+                    raise ValueError(f"{path}: line {number} is no sample ({error}): remove the line.") from error
+                samples[sample.id, sample.sample] = sample
+        return samples

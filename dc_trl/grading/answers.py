@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from .expressions import equal, parse_expression, same_relation, within
+from .expressions import equal, is_set, parse_expression, same_relation, within
 from .literals import Literal, parse_literal, parse_unit
 from .text import clean, extract_answer, gold_answer, is_balanced, is_reasonable, split, squash
 
@@ -182,15 +182,26 @@ def _equal(gold_whole: str, whole: str, gold: Gold, several: bool | None = None)
     (gold_kind, golds), (kind, parts) = _parts(gold_text, several), _parts(text, several)
     if gold_kind == "scalar" and kind == "scalar":
         return _equal_scalars(gold_text, text, gold)
-    if gold_kind != kind:  # `(3,4]` is `3 < x \le 4`, which math-verify knows
-        is_relation = [len(split(each, _RELATION)) > 1 for each in (gold_text, text)]
-        is_set = gold_kind == "scalar" or kind == "scalar"
-        return is_set and any(is_relation) and _equal_expressions(gold_text, text, gold)
+    if {gold_kind, kind} == {"()", "list"}:  # `(2,3)` is `x=2, y=3`
+        if gold_kind == "list":
+            golds = _coordinates(golds, name)
+        else:
+            parts = _coordinates(parts, gold_name)
+    elif gold_kind != kind:  # `(3,4]` is `3 < x \le 4`, and `\{2\} \cup \{4\}` is `\{2,4\}`, which math-verify knows
+        scalar = gold_text if gold_kind == "scalar" else text
+        return "scalar" in (gold_kind, kind) and is_set(scalar) and _equal_expressions(gold_text, text, gold)
     if len(golds) != len(parts):
         return False
-    if kind == "list":
+    if kind == gold_kind == "list":
         return _equal_in_any_order(golds, parts, gold)
     return all(_equal(one, other, gold, False) for one, other in zip(golds, parts, strict=True))
+
+
+def _coordinates(texts: Sequence[str], names: str) -> list[str]:
+    """Values of `y = 3, x = 2` in the order of `(x, y)`, or of the alphabet without names; [] for other texts."""
+    values = {squash(name): value for name, value in map(_split_name, texts)}
+    order = split(squash(names)[1:-1], ",") if names else sorted(values)
+    return [values[name] for name in order] if {"", *order} == {"", *values} and "" not in values else []
 
 
 def _is_equation(text: str) -> bool:
@@ -216,7 +227,7 @@ def _equal_scalars(gold_text: str, text: str, gold: Gold) -> bool:
     gold_value, gold_unit = _without_unit(gold_text)
     value, unit = _without_unit(text)
     stated = gold_unit or gold.unit_name
-    if stated and unit and stated != unit:
+    if stated != unit and ((stated and unit) or (not gold.unit_name and "%" in (stated, unit))):
         return False
     return squash(gold_value) == squash(value) or _equal_expressions(gold_value, value, gold)
 
@@ -254,8 +265,12 @@ def _equal_literals(gold_literal: Literal, literal: Literal, gold: Gold) -> bool
     if literal.misspelled or not (literal.finished or gold_literal.kind == "scientific" or relative or absolute):
         return False
     one, other = gold_literal.value, literal.value
-    # 50 % is the same number as 1/2, and its sign may be left out as other units are.
-    pairs = [(one, other), (one / 100 if gold_unit == "%" else one, other / 100 if literal.unit == "%" else other)]
+    mixed = (gold_unit == "%") != (literal.unit == "%")
+    pairs = []
+    if mixed:  # 50 % is the same number as 1/2
+        pairs.append((one / 100 if gold_unit == "%" else one, other / 100 if literal.unit == "%" else other))
+    if not mixed or gold.unit_name or gold_literal.kind == literal.kind == "decimal":
+        pairs.append((one, other))  # the sign may be left out of a plain number, as other units are
     return any(abs(one - other) <= max(absolute, relative * abs(one)) for one, other in pairs)
 
 

@@ -107,7 +107,14 @@ def require_callable(
     try:
         (signature.bind_partial if more else signature.bind)(**dict.fromkeys(given))
     except TypeError as error:
+        parameters = signature.parameters.values()
+        missing = [each.name for each in parameters if each.default is each.empty and each.name not in given]
+        missing = [
+            name for name in missing if signature.parameters[name].kind.name not in ("VAR_POSITIONAL", "VAR_KEYWORD")
+        ]
+        remedy = "add **kwargs for what it does not read"
+        if missing:
+            remedy = f"the data set has no column {missing[0]!r}; rename yours, or give the argument a default"
         raise ValueError(
-            f"{named} cannot be called ({error}): it is given {', '.join(sorted(given))}; add **kwargs for"
-            " what it does not read."
+            f"{named} cannot be called ({error}): it is given {', '.join(sorted(given))}; {remedy}."
         ) from error

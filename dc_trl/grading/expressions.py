@@ -13,6 +13,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Add, Basic, Float, Integral, Limit, MatrixBase, Mul, Pow, Product, Rational, Sum
 from sympy.core.function import AppliedUndef
 from sympy.functions.combinatorial.factorials import CombinatorialFunction
+from sympy.logic.boolalg import Boolean
 
 from .text import split
 
@@ -58,6 +59,11 @@ def parse_expression(text: str) -> Basic | MatrixBase | None:
         return None
     parsed = parse(f"${text}$", extraction_config=[_CONFIG], fallback_mode="no_fallback", parsing_timeout=None)
     return parsed[0] if parsed and not isinstance(parsed[0], str) else None
+
+
+def is_set(text: str) -> bool:
+    r"""Whether a text is a set, as `\{2\} \cup \{4\}` or `\mathbb{R}`, or an inequality, whose solutions are one."""
+    return isinstance(parse_expression(text), sympy.Set | Boolean)
 
 
 def equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:

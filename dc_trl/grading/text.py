@@ -10,8 +10,11 @@ from typing import Any
 MAX_TEXT = 1_000_000  # characters at the end of a completion in which a box is looked for
 MAX_ANSWER = 1_000  # characters; the longest gold answer of the six benchmarks has 171
 
-# Bounded, so that a million backslashes take no more than a million steps. Some models escape the command twice.
-_TOKEN = re.compile(r"\\{1,2}(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+# Bounded, so that a million backslashes take no more than a million steps. Some models escape the command twice, or
+# leave the braces of a number out.
+_TOKEN = re.compile(
+    r"\\{1,2}(?:boxed|fbox)\s*(?:\{|(?P<bare>-?\d+(?:\.\d+)?)(?![\w^/{(]|\.\d|\\[A-Za-z]))|\\.|[{}]", re.DOTALL
+)
 _CUT_COMMAND = re.compile(r"\\(?:bo(?:xe?d?)?|fb(?:ox?)?)\s*\Z")  # a text that ends here was opening a box
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
@@ -44,7 +47,7 @@ _SPELLINGS = [
         r"\\varnothing(?![a-zA-Z])|∅": r"\\emptyset ",
         r"√\s*(\d+|[A-Za-z])": r"\\sqrt{\1}",
         r"\\(?:approx|simeq)(?![a-zA-Z])": "≈",
-        r"\\sqrt\s*([^\W_])": r"\\sqrt{\1}",  # braces that TeX lets one leave out
+        r"\\(sqrt|mathbb)\s*([^\W_])": r"\\\1{\2}",  # braces that TeX lets one leave out
         r"\\frac\s*(\d)\s*(\d)": r"\\frac{\1}{\2}",
         r"\s+": " ",
     }.items()
@@ -66,8 +69,9 @@ def last_box(text: str) -> str | None:
     r"""Content of the last balanced `\boxed{...}` or `\fbox{...}`, None if there is none or a later one is cut off.
 
     Boxes end where they close, so of nested boxes the outer one is last. A text that ends within a box has no answer:
-    the boxes before it are those that it went on from. A box whose brace was forgotten, and which an empty line ended
-    (as it does in TeX), does not count against a box that follows. Only the last million characters are read.
+    the boxes before it are those that it went on from. A number alone needs no braces, as in `\boxed 7`. A box whose
+    brace was forgotten, and which an empty line ended (as it does in TeX), does not count against a box that follows.
+    Only the last million characters are read.
     """
     answer: tuple[int, int] | None = None
     newest = 0  # where the content of the box starts that was opened last
@@ -80,6 +84,8 @@ def last_box(text: str) -> str | None:
             start = opened.pop() if opened else None
             if start is not None:
                 answer = (start, token.start())
+        elif token["bare"]:
+            answer = token.span("bare")
         elif token[0][-1] == "{" and "box" in token[0]:
             newest = token.end()
             opened.append(newest)

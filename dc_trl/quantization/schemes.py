@@ -43,7 +43,7 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 def require_scheme(name: str) -> None:
     """Raise ValueError unless ``name`` is a deployment scheme."""
-    if name not in SERVED_SCHEMES and name.removesuffix(FP8_CACHE) not in RESEARCH_BITS:
+    if name not in SERVED_SCHEMES and str(name).removesuffix(FP8_CACHE) not in RESEARCH_BITS:
         raise ValueError(
             f"deployment_scheme={name!r} is unknown: choose one of {', '.join(map(repr, SCHEMES))}, or for the "
             f"replica alone {' or '.join(map(repr, RESEARCH_BITS))}; append {FP8_CACHE!r} for an FP8 KV cache."

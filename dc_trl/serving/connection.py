@@ -86,7 +86,11 @@ class Connection:
 
     def __init__(self, url: str, patience: Patience = ONE_TRY, report: Callable[[str], None] = print):
         self.url = require_open_address(url, "url").rstrip("/")
-        if not re.match(r"https?://[^/\s,]", url):
+        try:
+            fits = re.match(r"https?://[^/\s,]", url) and urlparse(url).port != 0
+        except ValueError:  # no number, or too large a one
+            fits = False
+        if not fits:
             raise ServerError(f"{url!r} is not an address of a vLLM server: use http://HOST:PORT.")
         self.patience = patience
         self.report = report

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import json
+import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,9 @@ from .paths import shipped
 # What stands for the value of an option in a help, by what reads the value; "TEXT" for all else.
 METAVARS: dict[Any, str] = {int: "INT", float: "FLOAT", Path: "PATH", json.loads: "JSON"}
 
+
+# What begins with a minus sign and is no option: a negative number, of which argparse knows no `-1e-4`.
+NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 
 # Exceptions that mean wrong input.
 WRONG_INPUT: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)
@@ -42,6 +46,7 @@ class OptionParser(argparse.ArgumentParser):
             formatter_class=_Help,
             allow_abbrev=False,
         )
+        self._negative_number_matcher = NEGATIVE_NUMBER
 
     def error(self, message: str) -> NoReturn:
         """End the program with exit code 2; argparse would print the usage first."""

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from ..files import read_yaml
-from .command_line import METAVARS, say, unknown_field
+from .command_line import METAVARS, NEGATIVE_NUMBER, say, unknown_field
 from .fields import allowed_of
 from .paths import config_file
 from .recipes import DECIDED
@@ -36,6 +36,7 @@ class ConfigurationParser(HfArgumentParser):
     def __init__(self, dataclass_types: Iterable[type], groups: Mapping[str, Iterable[str]]) -> None:
         usage = "dc-trl train --config NAME_OR_FILE [--field value ...]"
         super().__init__(dataclass_types, usage=usage, allow_abbrev=False, add_help=False)
+        self._negative_number_matcher = NEGATIVE_NUMBER
         self.add_argument("--config", help="YAML file of the fields below, or the name of a shipped one")
         self.add_argument("-h", "--help", nargs="?", const="", help="'all' lists all fields, a name describes one")
         self._groups = groups
@@ -61,7 +62,7 @@ class ConfigurationParser(HfArgumentParser):
 
     def error(self, message: str) -> None:
         """Raise a `ValueError`; argparse would print the usage of 300 fields and end the program."""
-        raise ValueError(f"{message}.")
+        raise ValueError(re.sub(r"^argument --(\w+)(/\S+)?:", r"\1:", message) + ".")
 
     def parse(self, words: Sequence[str] | None = None) -> tuple:
         """Return the dataclasses from a command line, by default that of the process, and the file of `--config`.
@@ -77,11 +78,13 @@ class ConfigurationParser(HfArgumentParser):
             print(self.help_on(given.help))
             sys.exit(0)
         for name in (word.partition("=")[0] for word in others):
-            if name.startswith("--"):
-                raise ValueError(unknown_field(name, self._option_string_actions))
-        if given.config is not None:
-            types = {name: kind for part in self.dataclass_types for name, kind in get_type_hints(part).items()}
-            settings = read_yaml(config_file(given.config))
+            raise ValueError(unknown_field(name, self._option_string_actions))
+        if given.config is None:
+            return self._fill(words)
+        types = {name: kind for part in self.dataclass_types for name, kind in get_type_hints(part).items()}
+        file = config_file(given.config)
+        settings = read_yaml(file)
+        try:
             for name in settings:
                 if name not in types:
                     raise ValueError(unknown_field(name, types))
@@ -95,6 +98,15 @@ class ConfigurationParser(HfArgumentParser):
                     say(f"recipe={given.recipe!r} of the command line replaces {listed} of {given.config}")
                 settings = {name: value for name, value in settings.items() if name not in overruled}
             self.set_defaults(**{name: _meant(value, types[name]) for name, value in settings.items()})
+            return self._fill(words)
+        except ValueError as error:
+            refused = re.match(r"\w*", str(error))[0]
+            given_here = {word.partition("=")[0] for word in (sys.argv[1:] if words is None else words)}
+            raise ValueError(
+                f"{file}: {error}" if refused in settings and f"--{refused}" not in given_here else str(error)
+            ) from error
+
+    def _fill(self, words: Sequence[str] | None) -> tuple:
         return self.parse_args_into_dataclasses(words, look_for_args_file=False)[: len(self.dataclass_types)]
 
 

@@ -136,6 +136,7 @@ _ONE = "set only one of the two"
 _VESPO = "VESPO weighs a trajectory by its own advantage and ratio; set another loss_type, or the other to 'none'"
 
 CONTRADICTIONS = (
+    Rule("lambda_max", {"lambda_min": lambda c: c.lambda_max < c.lambda_min}, "choose a lambda_min below it", _any),
     Rule(
         "lambda_init",
         {"lambda_min": _any, "lambda_max": lambda c: not c.lambda_min <= c.lambda_init <= c.lambda_max},

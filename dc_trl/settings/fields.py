@@ -6,17 +6,26 @@ TRL and transformers declare their fields without ranges: `TRL_ALLOWED` adds wha
 first rollout, or never.
 """
 
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from enum import Enum
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..secrets import require_open_address
-from .ranges import ABOVE_0, AT_LEAST_0, COUNT, SHARE, Range, require_choice, require_number
+from .paths import require_folder
+from .ranges import ABOVE_0, AT_LEAST_0, COUNT, PORT, SHARE, Range, require_choice, require_number
 
 
 # What fields of TRL and transformers may be that a run would otherwise meet once its engine is up, or never.
 TRL_ALLOWED: dict[str, Range | tuple[Any, ...]] = {
     **dict.fromkeys(("max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps"), COUNT),
     **dict.fromkeys(("num_iterations", "vllm_max_model_length", "save_total_limit", "lora_r"), COUNT),
+    **dict.fromkeys(("vllm_server_port", "vllm_group_port"), PORT),
     **dict.fromkeys(("learning_rate", "weight_decay", "beta"), AT_LEAST_0),
     **dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), SHARE),
     "temperature": ABOVE_0,
@@ -25,6 +34,15 @@ TRL_ALLOWED: dict[str, Range | tuple[Any, ...]] = {
     "scale_rewards": ("group", "batch", "none", True, False),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+# What values of fields of these types may be, and how a refusal says it. A parser reads `true` as a word of its own.
+_OF_TYPES: dict[Any, tuple[str, Any]] = {
+    str: ("text", (str, os.PathLike, bool)),
+    bool: ("True or False", bool),
+    int: ("a whole number", Integral),
+    float: ("a number", Real),
+    list: ("a list", (list, tuple)),
+    NoneType: ("None", NoneType),
 }
 
 
@@ -60,11 +78,13 @@ def allowed_of(settings: type) -> dict[str, Any]:
                 found[name] = part
             elif get_origin(part) is Literal:
                 found[name] = get_args(part)
+            elif isinstance(part, type) and issubclass(part, Enum):
+                found[name] = tuple(each.value for each in part)
     return found
 
 
 def require_fields(settings: Any, of: type | None = None) -> None:
-    """Refuse a value that its field does not take: another choice, a number out of range, None without such a default.
+    """Refuse a value that its field does not take: of another type or out of range, None without such a default.
 
     An address with a password is refused in any field.
 
@@ -80,15 +100,43 @@ def require_fields(settings: Any, of: type | None = None) -> None:
             value = getattr(settings, declared.name) or []
             for url in [value] if isinstance(value, str) else value:
                 require_open_address(url, declared.name)
-    allowed = allowed_of(type(settings))
+    allowed, hints = allowed_of(type(settings)), get_type_hints(type(settings), include_extras=True)
     left_open = {declared.name for declared in fields(settings) if declared_default(declared) is None}
+    own = own_fields(type(settings))
     for name in (declared.name for declared in fields(of or settings)):
         value = getattr(settings, name)
-        if name not in allowed or (value is None and name in left_open):
+        if name.endswith("_dir") and isinstance(value, str | os.PathLike):
+            require_folder(name, value)
+        if value is None and name in left_open:
             continue
-        if isinstance(allowed[name], Range):
+        if name not in allowed:
+            if value is not None or name in own:  # TrlParser leaves some of TRL's empty
+                _require_type(name, value, hints[name])
+        elif isinstance(allowed[name], Range):
             require_number(name, value, allowed[name])
         elif allowed[name] is not bool:
             require_choice(name, value, allowed[name])
         elif not isinstance(value, bool | None):  # a word is true in Python
             raise ValueError(f"{name}={value!r} is invalid: use True or False.")
+
+
+def _require_type(name: str, value: Any, hint: Any) -> None:
+    """Refuse a value of another type than a field of text, truth values, numbers or lists of them declares."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [get_origin(part) or part for part in parts]
+    if all(kind in _OF_TYPES for kind in kinds) and not any(isinstance(value, _OF_TYPES[kind][1]) for kind in kinds):
+        wanted = " or ".join(_OF_TYPES[kind][0] for kind in kinds)
+        raise ValueError(f"{name}={value!r} has the type {type(value).__name__}: use {wanted}.")
+
+
+@contextmanager
+def values_named(settings: Any) -> Iterator[None]:
+    """Put fields with their values before the message of a `ValueError` of another library that mentions them."""
+    try:
+        yield
+    except ValueError as error:
+        words = re.findall(r"\w+", str(error))
+        named = [
+            f"{field.name}={getattr(settings, field.name)!r}" for field in fields(settings) if field.name in words
+        ]
+        raise ValueError(f"{', '.join(named)}: {' '.join(str(error).split())}".removeprefix(": ")) from error

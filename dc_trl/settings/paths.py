@@ -62,6 +62,13 @@ def config_file(name: str) -> Path:
     return found
 
 
+def require_folder(name: str, value: str | os.PathLike[str]) -> None:
+    """Refuse a folder that cannot be there, because a file stands in its place or above it."""
+    place = next(each for each in (Path(value), *Path(value).absolute().parents) if os.path.lexists(each))
+    if not place.is_dir():
+        raise ValueError(f"{name}={str(value)!r}: {place} is a file: choose another directory.")
+
+
 def require_model_path(name: str | None, option: str = "model_name_or_path") -> None:
     """Refuse a model that is neither a directory with a model nor a possible Hub id."""
     if not name:
@@ -72,13 +79,15 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
             f"{option}={name!r} has an adapter beside its base, without which it is another policy: serve both with "
             f"`{serve_line(path)}`, or deploy with lora_deployment='merged'."
         )
-    is_path = path.exists() or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    # `runs/` is where the shipped configurations put what they make.
+    is_path = path.exists() or name.startswith((".", "~", os.sep, "runs/")) or name.count("/") > 1
     if not is_path or (path / "config.json").is_file():
         return
     if (path / "adapter_config.json").is_file():
         raise ValueError(f"{option}={name!r} holds an adapter: give its model; docs/lora.md tells how to go on.")
     what = "has no config.json, so it holds no model" if path.is_dir() else "does not exist as a directory"
-    raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory.")
+    make = ", or make it (`make real-model` in a clone)" if path.parts[-2:] == ("runs", "real_model") else ""
+    raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory{make}.")
 
 
 def is_data_file(name: str) -> bool:
