@@ -26,7 +26,7 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from ..files import locked_folder
 from ..quantization.adapter import require_adapter_beside, write_adapter
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.policy import unwrapped
+from ..quantization.policy import base_model, in_served_dtype, unwrapped
 from ..quantization.tensors import deployed_tensors, is_packed, policy_tensors
 from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.connection import Connection, Patience, is_local
@@ -187,8 +187,8 @@ class _DeployedGeneration(Generation):
                 for _ in tensors:
                     pass  # take part in gathering the rest, although it is not written
         finally:
-            if isinstance(error := sys.exception(), Exception):  # not enough memory, for example
-                failure = f"the weights for vLLM cannot be written: {type(error).__name__}: {error}"
+            if isinstance(raised := sys.exception(), Exception):  # not enough memory, for example
+                failure = f"the weights for vLLM cannot be written: {type(raised).__name__}: {raised}"
             # Where gathering itself failed, the others do not come here, and the launcher ends them.
             for message in gather_object([failure]) if whole else ():
                 if message is not None:
@@ -301,6 +301,11 @@ class ServerGeneration(_DeployedGeneration):
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         # Kept, so that the iteration can be completed when its reader fails.
         self._named_params = super()._iter_named_params()
+        if self.weight_sync == "nccl":
+            # The policy may be in float32, and half of it would be sent for nothing.
+            model = base_model(unwrapped(self.accelerator, self.model))
+            as_trained = self._named_params
+            self._named_params = ((name, in_served_dtype(model, name, weight)) for name, weight in as_trained)
         return self._named_params
 
 
