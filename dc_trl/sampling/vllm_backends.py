@@ -1,5 +1,6 @@
 """TRL's vLLM engines, with weights that arrive as the deployable checkpoint and with recovery from faults."""
 
+import gc
 import math
 import os
 import shutil
@@ -272,7 +273,7 @@ class ServerGeneration(_DeployedGeneration):
                 self.vllm_client.load(Weights(self.weight_version, *folders))
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
-        with raised_together(ServerError):
+        with raised_together(ServerError), _uncollected():
             try:
                 output = super().generate(prompts, *args, **kwargs)
             except ServerError:  # on the main process, while the others wait for its broadcast
@@ -455,6 +456,18 @@ def needs_checkpoint(args: Any, device: torch.device) -> bool:
 def agree(value: Any) -> Any:
     """Return the main process's value on all processes. Every process has to call it."""
     return broadcast_object_list([value])[0]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep Python's garbage collector from going over a batch's lists again and again while they are made."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager
