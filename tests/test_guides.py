@@ -11,11 +11,13 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig
 
 from dc_trl.command.arguments import RunArguments
 from dc_trl.command.serve import make_parser
 from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
+from dc_trl.serving.fit import reloadable
 
 from .helpers import ROOT, code_blocks, logged, look_like_root, plain_logps, refuses, tiny_model
 
@@ -226,6 +228,11 @@ def test_the_commands_of_a_slurm_file_are_read_by_the_programs(file, monkeypatch
         assert (args.num_machines, args.num_processes) == (nodes - 1, (nodes - 1) * gpus)
         assert parallel <= gpus
         assert run.trainer.vllm_server_base_url == values["$SERVER"]
+    # A mixture gets a kernel that survives new weights, without a word in the file.
+    shape = AutoConfig.from_pretrained(
+        ROOT / "configs" / "models" / f"{server.model[5:].replace('-', '_').lower()}.json"
+    )
+    assert reloadable(server.scheme, shape) == ({"moe_backend": "triton"} if "A3B" in server.model else {})
     # A step of the job has the CPUs that the job asks for.
     steps = re.findall(r"^srun (.*)", file.read_text().replace("\\\n", " "), re.MULTILINE)
     assert len(steps) == (1 if nodes == 1 else 2)

@@ -206,6 +206,8 @@ divided: fsdp1, deployment_scheme: fp8 | deployment_scheme='fp8' use_vllm FSDP1 
 divided: zero3, deployment_scheme: fp8 | deployment_scheme='fp8' use_vllm ZeRO-3 DDP fsdp_version
 divided: fsdp1, ALIGNED, VLLM | train_through_quantization=True FSDP1 fsdp_version
 divided: zero2, ALIGNED, VLLM | train_through_quantization=True ZeRO-2 fsdp_version
+divided: fsdp1, COLOCATED, deployment_scheme: fp8 | vllm_mode='colocate' scheme='fp8' FSDP1 fsdp_version
+divided: fsdp1, COLOCATED, weight_sync: checkpoint | vllm_mode='colocate' FSDP1 fsdp_version
 divided: fsdp1, VLLM, discrepancy_split: true | discrepancy_split=True FSDP1 fsdp_version
 divided: zero3, VLLM, deployment_scheme: fp8, LAG | constraint_target='lag' ZeRO-3 fsdp_version
 divided: zero3, VLLM, top_k: 5 | top_p top_k min_p ZeRO-3 fsdp_version

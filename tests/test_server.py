@@ -259,6 +259,23 @@ def test_a_server_does_not_take_itself_for_a_process_of_the_run(tmp_path, monkey
     assert seen[-1]["RANKING"] == "1"
 
 
+@requires_vllm
+def test_a_server_that_writes_is_waited_for(tmp_path, monkeypatch):
+    """In the place of vLLM's program stands one that writes for three seconds, and then nothing."""
+    program = tmp_path / "vllm" / "entrypoints" / "cli" / "main.py"
+    program.parent.mkdir(parents=True)
+    for folder in program.parents[:3]:
+        (folder / "__init__.py").touch()
+    lines = "for _ in range(15):\n    print('compiling', flush=True)\n    time.sleep(0.2)\n"
+    program.write_text(f"import time\n{lines}time.sleep(99)\n")
+    monkeypatch.setattr("dc_trl.serving.server.Connection.why_down", lambda _: "not yet")
+    options = {"start_timeout": 2.0, "environment": {"PYTHONPATH": str(tmp_path)}}
+    server = VLLMServer("unused", log_path=tmp_path / "log", **options)
+    with refuses(ServerError, "start_timeout=2 s", "compiling"):
+        server.start()
+    assert (tmp_path / "log").read_text().count("compiling") == 15
+
+
 def test_a_key_is_not_shown_in_the_servers_last_words(tmp_path):
     server = VLLMServer("unused", options=["--api-key", "mine", "--nothing=x"], log_path=tmp_path / "log")
     (tmp_path / "log").write_text("vllm: error: unrecognized arguments: mine --nothing=x\n")

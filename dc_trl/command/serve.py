@@ -29,7 +29,9 @@ def make_parser() -> OptionParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port (default: 8000); 0 chooses a free one")
     parser.add_argument("--max_model_len", type=int, help="largest number of tokens of a prompt and its completion")
-    parser.add_argument("--start_timeout", type=float, default=600.0, help="seconds to wait for the server")
+    parser.add_argument(
+        "--start_timeout", type=float, default=600.0, help="seconds to wait for a server that logs nothing"
+    )
     parser.add_argument("--log", type=Path, help="file for the server's output")
     parser.add_argument("--routing_replay", action="store_true", help="let the server return its choice of experts")
     parser.add_argument("--require_api_key", action="store_true", help="refuse to start without VLLM_API_KEY")

@@ -30,7 +30,7 @@ from ..settings.paths import ADAPTER_FOLDER
 from .adapter import write_adapter
 from .contract import write_contract
 from .fake_quantize import compressed_weight
-from .policy import base_model, empty_copy
+from .policy import base_model, empty_copy, in_served_dtype
 from .schemes import quantized_weights, quantizes_cache, require_served_scheme, resolve_scheme
 from .tensors import policy_tensors
 
@@ -174,10 +174,7 @@ class CheckpointWriter:
                 parts = compressed_weight(value, self._quantization)
                 stored |= {layer + part: each for part, each in parts.items()}
             else:
-                # Some architectures keep small tensors in float32, such as the bias that chooses DeepSeek's experts.
-                exact = any(part in name for part in self._model._keep_in_fp32_modules_strict)
-                dtype = torch.bfloat16 if value.is_floating_point() and not exact else value.dtype
-                stored[key] = value.to(dtype, copy=True)
+                stored[key] = in_served_dtype(self._model, name, value, copy=True)
         return {key: value.contiguous().cpu() for key, value in stored.items()}
 
     def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -15,6 +15,15 @@ def base_model(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     return policy.get_base_model() if isinstance(policy, PeftModel) else policy
 
 
+def in_served_dtype(model: PreTrainedModel, name: str, tensor: Tensor, **options: Any) -> Tensor:
+    """Return a tensor as engines hold it unquantized, with options of `Tensor.to`: in bfloat16, with exceptions.
+
+    Some architectures keep small tensors in float32, such as the bias that chooses DeepSeek's experts.
+    """
+    exact = any(part in name for part in model._keep_in_fp32_modules_strict)
+    return tensor.to(torch.bfloat16 if tensor.is_floating_point() and not exact else tensor.dtype, **options)
+
+
 def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
     """Return the output of a head scaled and capped as its model does it, by the names that models give the settings.
 

@@ -1,5 +1,6 @@
 """TRL's vLLM engines, with weights that arrive as the deployable checkpoint and with recovery from faults."""
 
+import gc
 import math
 import os
 import shutil
@@ -26,7 +27,7 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from ..files import locked_folder
 from ..quantization.adapter import require_adapter_beside, write_adapter
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.policy import unwrapped
+from ..quantization.policy import base_model, in_served_dtype, unwrapped
 from ..quantization.tensors import deployed_tensors, is_packed, policy_tensors
 from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.completions import ended
@@ -203,8 +204,8 @@ class _DeployedGeneration(Generation):
                 for _ in tensors:
                     pass  # take part in gathering the rest, although it is not written
         finally:
-            if isinstance(error := sys.exception(), Exception):  # not enough memory, for example
-                failure = f"the weights for vLLM cannot be written: {type(error).__name__}: {error}"
+            if isinstance(raised := sys.exception(), Exception):  # not enough memory, for example
+                failure = f"the weights for vLLM cannot be written: {type(raised).__name__}: {raised}"
             # Where gathering itself failed, the others do not come here, and the launcher ends them.
             for message in gather_object([failure]) if whole else ():
                 if message is not None:
@@ -293,7 +294,7 @@ class ServerGeneration(_DeployedGeneration):
                 self.vllm_client.load(Weights(self.weight_version, *folders))
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
-        with raised_together(ServerError):
+        with raised_together(ServerError), _uncollected():
             try:
                 output = super().generate(prompts, *args, **kwargs)
             except ServerError:  # on the main process, while the others wait for its broadcast
@@ -322,6 +323,11 @@ class ServerGeneration(_DeployedGeneration):
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         # Kept, so that the iteration can be completed when its reader fails.
         self._named_params = super()._iter_named_params()
+        if self.weight_sync == "nccl":
+            # The policy may be in float32, and half of it would be sent for nothing.
+            model = base_model(unwrapped(self.accelerator, self.model))
+            as_trained = self._named_params
+            self._named_params = ((name, in_served_dtype(model, name, weight)) for name, weight in as_trained)
         return self._named_params
 
 
@@ -471,6 +477,18 @@ def needs_checkpoint(args: Any, device: torch.device) -> bool:
 def agree(value: Any) -> Any:
     """Return the main process's value on all processes. Every process has to call it."""
     return broadcast_object_list([value])[0]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep Python's garbage collector from going over a batch's lists again and again while they are made."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager

@@ -93,7 +93,8 @@ class VLLMServer:
             the engine's methods, with or without an API key. Keep the loopback address unless the network is closed.
         port: port to listen on; 0 for a free one.
         max_model_len: largest number of tokens of prompt and completion together; by default the model's own limit.
-        start_timeout: seconds to wait until the server is up.
+        start_timeout: seconds to wait for a server that is not up and writes nothing to its log: loading a large model
+            and compiling it take longer than that, and write.
         log_path: file to which the server's output is appended, by default one in the directory for temporary files.
         options: further options of `vllm serve`. Keys and tokens among them are never shown.
         environment: further environment variables of the server, such as CUDA_VISIBLE_DEVICES.
@@ -189,15 +190,21 @@ class VLLMServer:
             self._watchdog = start_watchdog(
                 str(_GRACE), *command, env=inherited | self.environment, stdout=log, stderr=subprocess.STDOUT
             )
-        begin = reported = time.monotonic()
+        begin = reported = written = time.monotonic()
+        size = self._log_begin
         connection = Connection(self.url)
         try:
             while connection.why_down() is not None or not self._listens():
                 waited = time.monotonic() - begin
                 ended = self._watchdog.poll() is not None
-                if ended or waited > self._start_timeout:
+                if (now := self.log_path.stat().st_size) > size:
+                    size, written = now, time.monotonic()
+                if ended or time.monotonic() - written > self._start_timeout:
                     code = self._watchdog.returncode
-                    limit = f"is not up after start_timeout={self._start_timeout:g} s (a run's vllm_server_timeout)"
+                    limit = (
+                        f"is not up after {waited:.0f} s, and has logged nothing for start_timeout="
+                        f"{self._start_timeout:g} s (a run's vllm_server_timeout)"
+                    )
                     why = f"ended with exit code {code} after {waited:.0f} s" if ended else limit
                     raise ServerError(f"vLLM {why}: {self.last_error()} (log: {self.log_path})")
                 if time.monotonic() - reported > 10:
