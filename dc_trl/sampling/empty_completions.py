@@ -53,9 +53,12 @@ def checked_rollouts(rollout_func):
         if not {"completion_ids", "logprobs"} <= output.keys():
             return output  # TRL's error names the missing keys
         completion_ids, logprobs = output["completion_ids"], output["logprobs"]
+        masks = output.get("env_mask") or [[1] * len(ids) for ids in completion_ids]
         for number, (ids, values) in enumerate(zip(completion_ids, logprobs or (), strict=logprobs is not None)):
+            outside = {at for at, of_policy in enumerate(masks[number]) if not of_policy}  # nobody has sampled these
+            sampled = [math.nan if value is None or at in outside else value for at, value in enumerate(values)]
             try:
-                require_log_probs([math.nan if value is None else value for value in values], len(ids))
+                require_log_probs(sampled, len(ids))
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"rollout_func: completion {number} has {error}: return the log-probability of each sampled "
