@@ -190,7 +190,7 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
         )
     if isinstance(data_set, IterableDataset):  # which yields them again later
         rows = list(data_set.take(needed))
-        table = {column: [row[column] for row in rows] for column in (rows[0] if rows else ())}
+        table = {column: [row.get(column) for row in rows] for column in (rows[0] if rows else ())}
     else:
         table = data_set[: max(needed, _LOOKED_AT)]  # row by row it would take a minute with thousands of columns
     columns, size = list(table), len(next(iter(table.values()), ()))
@@ -203,7 +203,7 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
             f"{name} has the columns {', '.join(map(repr, columns))} and none called 'prompt': "
             f"{_to_prompt(name, table)}."
         )
-    prompts = table["prompt"]
+    prompts = [*table["prompt"]]
     text = isinstance(prompts[0], str)
     for number, prompt in enumerate(prompts):
         if not prompt or not isinstance(prompt, str if text else list):
@@ -211,7 +211,7 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
                 f"{name}: row {number} has prompt={excerpt(prompt)}: the prompts are all text, or all of them "
                 "lists of messages, each with a role and a content. Leave out such rows, for example with filter."
             )
-        if not text:
+        if isinstance(prompt, list):
             require_messages(prompt, images=True)
             if ends_with_answer(prompt):
                 answer = excerpt(prompt[-1]["content"])

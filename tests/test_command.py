@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers.hf_argparser import string_to_bool
 
 from dc_trl import __version__
 from dc_trl.command import COMMANDS, main, subcommand, verify
-from dc_trl.command.arguments import ARGUMENTS, RunArguments
+from dc_trl.command.arguments import ARGUMENTS, RunArguments, make_parser
 from dc_trl.evaluation.results import Evaluation
+from dc_trl.settings.command_line import described
 from dc_trl.settings.fields import own_fields
 from dc_trl.settings.paths import config_file, shipped
 
@@ -71,7 +73,15 @@ def test_the_help_of_training_is_short_and_has_our_fields(capsys, monkeypatch):
     assert len(names) == len(set(names))
     ours = {name for config in ARGUMENTS for name in own_fields(config)}
     assert len(ours) > 50
-    assert ours | {"learning_rate", "output_dir", "use_vllm", "lora_r", "push_to_hub"} <= {*names}
+    assert ours == {*names} - {"config"}
+    assert {"learning_rate", "output_dir", "use_vllm", "lora_r", "push_to_hub"} <= {*re.findall(r"--(\w+)", shown)}
+    # The lines are those that the parser, with TRL's fields, makes of the same declarations.
+    actions = {action.dest: action for action in reversed(make_parser()._actions)}
+    kinds = {int: "INT", float: "FLOAT", string_to_bool: "BOOL"}
+    for name in ours:
+        action = actions[name]
+        line = described(name, kinds.get(action.type, "TEXT"), action.help, 80, action.choices or (), action.default)
+        assert f"\n{line}\n" in shown, name
     assert "--help all" in lines[-1]
 
 
@@ -90,6 +100,16 @@ def test_all_fields_can_be_listed_and_one_can_be_read_in_full(capsys):
 def test_an_integer_is_shown_as_int(capsys):
     for name, option in (("calibrate", "prompts"), ("evaluate", "samples"), ("serve", "port")):
         assert f"--{option} INT " in help_of(capsys, name, "--help")
+
+
+@pytest.mark.parametrize("name", ["train", "verify", "report", "doctor"])
+def test_a_help_loads_no_library_that_takes_seconds(name):
+    code = (
+        "import sys\nfrom dc_trl.command import main\n"
+        f"try: main(['{name}', '--help'])\nexcept SystemExit: pass\n"
+        "print(*{'torch', 'transformers', 'trl', 'datasets', 'sympy'} & {*sys.modules}, 'end')"
+    )
+    assert succeed([sys.executable, "-c", code]).stdout.splitlines()[-1] == "end"
 
 
 def test_every_command_has_help(capsys):

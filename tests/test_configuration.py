@@ -72,7 +72,7 @@ def test_a_recipe_of_the_command_line_decides_over_the_file(parse, recipe, tmp_p
         ("", ["config.yaml holds", "name: value"]),
         ("max_steps: 3\nmax_steps: 4", ["config.yaml", "'max_steps' is set twice"]),
         ("lerning_rate: 1", ["lerning_rate is no field", "did you mean learning_rate?"]),
-        ("seed: 1\n\nmax_steps: many", ["--max_steps", "invalid int value: 'many'"]),
+        ("seed: 1\n\nmax_steps: many", ["config.yaml: max_steps", "invalid int value: 'many'"]),
         ("{seed: 1,\n learning_rate: [1]}", ["learning_rate=[1] is invalid"]),
         ("collapse_alarm: on", ["collapse_alarm='on'", "'off', 'warn', 'stop'"]),
     ],

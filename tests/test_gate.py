@@ -523,8 +523,8 @@ def test_a_reward_model_and_weights_that_give_no_finite_reward(tmp_path):
 
 
 def test_thousands_of_columns_are_read_at_once(tmp_path):
-    """Row by row, 256 rows of 2,000 columns take 15 s here, before anything is said."""
+    """Row by row, 256 rows of 2,000 columns take many seconds, before anything is said."""
     rows = Dataset.from_dict({"prompt": ["1+1="] * 256} | {f"column_{number}": [0] * 256 for number in range(2000)})
     begin = time.process_time()
     assert len(_look_at("train_dataset", rows, None, False)[0]) == 256
-    assert time.process_time() - begin < 5
+    assert time.process_time() - begin < 1

@@ -53,7 +53,7 @@ def test_stock_trl_logs_what_our_trainer_measures(tmp_path):
 
 def test_our_own_trainer_needs_no_callback(tmp_path):
     with refuses(ValueError, "DCGRPOTrainer", "MismatchCallback"):
-        MismatchCallback(make_trainer(tmp_path))
+        MismatchCallback(make_trainer(tmp_path, **SHARED))
 
 
 def test_truncated_sampling_is_not_called_a_discrepancy(tmp_path):

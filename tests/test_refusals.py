@@ -130,7 +130,7 @@ score_centering_top_k: 8 | score_centering_top_k=8 score_centering=False score_c
 recipe: both, deployment_scheme: fp8, constraint: none, constraint_form: quadratic | constraint_form= constraint='none'
 # --- contradictions
 lambda_init: 2.0 | lambda_init=2.0 lambda_min=0.0 lambda_max=1.0
-lambda_max: 0.05, lambda_min: 0.5 | lambda_max=0.05 lambda_min=0.5
+lambda_max: 0.05, lambda_min: 0.5 | lambda_max=0.05 lambda_min=0.5 below
 lambda_min: 0.5 | lambda_init=0.1 lambda_min=0.5
 discrepancy_split: true | discrepancy_split=True use_vllm=False deployment_scheme=None 'fp8' use_vllm=True
 recipe: format | recipe='format' deployment_scheme=None 'fp8'

@@ -10,7 +10,7 @@ from ..config import DCGRPOConfig
 from ..settings.configuration import ConfigurationParser
 from ..settings.contradictions import CheckedSettings
 from ..settings.distribution import sharding_of
-from ..settings.fields import own_fields, setting
+from ..settings.fields import setting
 from ..settings.paths import shipped
 from ..settings.ranges import COUNT
 from .problems import DataArguments
@@ -74,35 +74,10 @@ class RunArguments(NamedTuple):
 
 ARGUMENTS: tuple[type, ...] = tuple(RunArguments.__annotations__.values())
 
-# What `dc-trl train --help` shows: our own fields, and those of TRL and transformers that nearly every run sets. The
-# name of a dataclass stands for those of its own fields that are not named here.
-HELP_GROUPS = {
-    "the model": "model_name_or_path dtype attn_implementation trust_remote_code use_peft lora_r lora_alpha "
-    "lora_target_modules",
-    "the data": "dataset_name rewards DataArguments",
-    "the method": "recipe beta num_iterations DCGRPOConfig",
-    "the sampler": "deployment_scheme num_generations max_completion_length temperature top_p use_vllm vllm_mode "
-    "vllm_server_base_url vllm_server_base_urls vllm_gpu_memory_utilization vllm_max_model_length weight_sync "
-    "weight_sync_dir weight_sync_steps rollout_overlap vllm_request_timeout vllm_max_retries routing_replay "
-    "ServerArguments",
-    "the training": "learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm max_steps "
-    "num_train_epochs per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing bf16 use_cpu "
-    "seed length_aware_batches WatchArguments",
-    "the output": "output_dir resume_from_checkpoint save_strategy save_steps save_total_limit logging_steps "
-    "report_to eval_strategy eval_steps per_device_eval_batch_size export_run push_to_hub hub_model_id "
-    "hub_base_model_id",
-}
-
 
 def make_parser() -> ConfigurationParser:
-    """Return the parser of all arguments, with the groups of its help."""
-    named = {word for words in HELP_GROUPS.values() for word in words.split()}
-    own = {of.__name__: [name for name in own_fields(of) if name not in named] for of in ARGUMENTS}
-    groups = {
-        title: [name for word in words.split() for name in own.get(word, [word])]
-        for title, words in HELP_GROUPS.items()
-    }
-    return ConfigurationParser(ARGUMENTS, groups)
+    """Return the parser of all arguments."""
+    return ConfigurationParser(ARGUMENTS)
 
 
 def require_servable(server: ServerArguments, args: DCGRPOConfig) -> None:

@@ -10,21 +10,21 @@ command line too, where it overrides the file. Several processes: `accelerate la
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from transformers import TrainerCallback
-
-from ..run.interruption import StopSignals
 from ..serving.errors import ServerError
 from ..settings.command_line import refused_in_one_line
-from .arguments import RunArguments
-from .arguments import make_parser as make_parser
+from .short_help import short_help
 
 
 if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+    from ..settings.configuration import ConfigurationParser
     from ..trainer import DCGRPOTrainer
     from .finish import Outcome
 
@@ -38,17 +38,30 @@ def train(
         words: words of the command line.
         callback: function that makes a further callback for the trainer.
     """
+    if (sys.argv if words is None else [*words])[-1:] in (["-h"], ["--help"]):
+        print(short_help(max(shutil.get_terminal_size((120, 24)).columns, 80)))
+        sys.exit(0)
+    from ..run.interruption import StopSignals  # these take seconds, for which a help need not wait
+    from .arguments import RunArguments
+
     sys.path.append(os.getcwd())  # the user's own reward functions are here
     with StopSignals() as signals, ExitStack() as stack:
         with refused_in_one_line(TypeError, ServerError):
             arguments = RunArguments.parse(words)
-            from .build import build_trainer  # takes seconds, for which --help and a refusal need not wait
+            from .build import build_trainer  # takes seconds more, for which a refusal need not wait
             from .finish import run
 
             trainer, alarm = build_trainer(arguments, stack)
         if callback is not None:
             trainer.add_callback(callback(trainer))
         return run(trainer, alarm, arguments.data, signals, stack)
+
+
+def make_parser() -> ConfigurationParser:
+    """Return the parser of all settings."""
+    from .arguments import make_parser
+
+    return make_parser()
 
 
 main = train

@@ -107,11 +107,9 @@ def require_callable(
     try:
         (signature.bind_partial if more else signature.bind)(**dict.fromkeys(given))
     except TypeError as error:
-        parameters = signature.parameters.values()
-        missing = [each.name for each in parameters if each.default is each.empty and each.name not in given]
-        missing = [
-            name for name in missing if signature.parameters[name].kind.name not in ("VAR_POSITIONAL", "VAR_KEYWORD")
-        ]
+        others = ("VAR_POSITIONAL", "VAR_KEYWORD")
+        needed = [each for each in signature.parameters.values() if each.kind.name not in others]
+        missing = [each.name for each in needed if each.default is each.empty and each.name not in given]
         remedy = "add **kwargs for what it does not read"
         if missing:
             remedy = f"the data set has no column {missing[0]!r}; rename yours, or give the argument a default"

@@ -4,8 +4,10 @@ import argparse
 import difflib
 import json
 import re
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -20,6 +22,8 @@ from .paths import shipped
 # What stands for the value of an option in a help, by what reads the value; "TEXT" for all else.
 METAVARS: dict[Any, str] = {int: "INT", float: "FLOAT", Path: "PATH", json.loads: "JSON"}
 
+
+_INDENT = 24  # columns in front of what a field means
 
 # What begins with a minus sign and is no option: a negative number, of which argparse knows no `-1e-4`.
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
@@ -90,6 +94,23 @@ def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -
             kind: Any = int if int in of else float if float in of else str
             choices = of if get_origin(hint) is Literal else None
             group.add_argument(f"--{field.name}", type=kind, choices=choices, default=field.default, help=help_)
+
+
+def described(
+    name: str, kind: str, meaning: str, width: int | None = None, choices: Iterable[Any] = (), default: Any = None
+) -> str:
+    """Return what an option means: in full, or by its first sentence for a terminal of this width."""
+    meaning = " ".join(meaning.replace("%%", "%").split())
+    told = ", ".join(map(str, choices))
+    if width is not None:  # the first sentence without what is in parentheses
+        told = textwrap.shorten(told, 60, placeholder=" …")
+        meaning = re.split(r"(?<!e\.g)(?<!i\.e)[.:;] ", re.sub(r" \([^()]*\)", "", meaning))[0].rstrip(".")
+    facts = f" {{{told}}}" if told else ""
+    if default not in (None, []):
+        facts += f" [{', '.join(default) if isinstance(default, list) else default}]"
+    room = width or max(shutil.get_terminal_size((120, 24)).columns, 80)
+    line = f"{f'  --{name} ' + ('' if told else kind):<{_INDENT - 2}}  {meaning}{facts}"
+    return textwrap.fill(line, room, subsequent_indent=" " * _INDENT)
 
 
 @contextmanager

@@ -2,11 +2,9 @@
 
 import os
 import re
-import shutil
 import sys
-import textwrap
 from argparse import Action
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -15,14 +13,13 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from ..files import read_yaml
-from .command_line import METAVARS, NEGATIVE_NUMBER, say, unknown_field
+from .command_line import METAVARS, NEGATIVE_NUMBER, described, say, unknown_field
 from .fields import allowed_of
 from .paths import config_file
 from .recipes import DECIDED
 
 
 _METAVARS = METAVARS | {string_to_bool: "BOOL"}
-_INDENT = 24  # columns in front of what a field means
 
 
 class ConfigurationParser(HfArgumentParser):
@@ -30,31 +27,27 @@ class ConfigurationParser(HfArgumentParser):
 
     Args:
         dataclass_types: whose fields may be set.
-        groups: fields that the help shows, by the title of their group.
     """
 
-    def __init__(self, dataclass_types: Iterable[type], groups: Mapping[str, Iterable[str]]) -> None:
-        usage = "dc-trl train --config NAME_OR_FILE [--field value ...]"
-        super().__init__(dataclass_types, usage=usage, allow_abbrev=False, add_help=False)
+    def __init__(self, dataclass_types: Iterable[type]) -> None:
+        super().__init__(dataclass_types, allow_abbrev=False, add_help=False)
         self._negative_number_matcher = NEGATIVE_NUMBER
         self.add_argument("--config", help="YAML file of the fields below, or the name of a shipped one")
-        self.add_argument("-h", "--help", nargs="?", const="", help="'all' lists all fields, a name describes one")
-        self._groups = groups
+        self.add_argument("-h", "--help", nargs="?", const="all", help="'all' lists all fields, a name describes one")
         self._checked = {name for kind in self.dataclass_types for name in allowed_of(kind)}
 
     def help_on(self, word: str) -> str:
-        """Return the help: for "" the groups of fields, for "all" every field in full, otherwise the field named."""
-        actions = {
-            action.dest: action for action in reversed(self._option_string_actions.values())
-        }  # --no_NAME comes after --NAME
-        if word not in ("", "all", *actions):
+        """Return the help: for "all" every field in full, otherwise the field named."""
+        every = reversed(self._option_string_actions.values())  # --no_NAME comes after --NAME
+        actions = {action.dest: action for action in every}
+        if word not in ("all", *actions):
             raise ValueError(unknown_field(word, actions))
-        if word:
-            return "\n".join(_described(actions[name], True) for name in (actions if word == "all" else [word]))
-        lines = [f"usage: {self.usage}", _described(actions["config"])]
-        for title, names in self._groups.items():
-            lines += ["", f"{title}:", *(_described(actions[name]) for name in names)]
-        return "\n".join([*lines, "", f"--help all lists all {len(actions)} fields, --help NAME describes one."])
+        named = actions.values() if word == "all" else [actions[word]]
+        kinds = [_METAVARS.get(action.type, "TEXT") for action in named]
+        return "\n".join(
+            described(action.dest, kind, action.help or "", None, action.choices or (), action.default)
+            for action, kind in zip(named, kinds, strict=True)
+        )
 
     def _check_value(self, action: Action, value: Any) -> None:
         if action.dest not in self._checked:  # their dataclasses refuse in the same words what a file or Python gives
@@ -100,11 +93,11 @@ class ConfigurationParser(HfArgumentParser):
             self.set_defaults(**{name: _meant(value, types[name]) for name, value in settings.items()})
             return self._fill(words)
         except ValueError as error:
-            refused = re.match(r"\w*", str(error))[0]
-            given_here = {word.partition("=")[0] for word in (sys.argv[1:] if words is None else words)}
-            raise ValueError(
-                f"{file}: {error}" if refused in settings and f"--{refused}" not in given_here else str(error)
-            ) from error
+            refused = re.split(r"\W", str(error), maxsplit=1)[0]
+            given_here = (word.partition("=")[0] for word in (sys.argv[1:] if words is None else words))
+            if refused not in settings or refused in {word[2:].replace("-", "_") for word in given_here}:
+                raise
+            raise ValueError(f"{file}: {error}") from error
 
     def _fill(self, words: Sequence[str] | None) -> tuple:
         return self.parse_args_into_dataclasses(words, look_for_args_file=False)[: len(self.dataclass_types)]
@@ -119,19 +112,3 @@ def _meant(value: Any, kind: Any) -> Any:
         return [str(each) if list[str] in kinds else each for each in values]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return str(value) if is_number and takes_text and not {int, float} & {*kinds} else value  # a GPU's number
-
-
-def _described(action: Action, in_full: bool = False) -> str:
-    """Return what an option means, by its first sentence or in full, its {choices} and its [default]."""
-    meaning = " ".join((action.help or "").replace("%%", "%").split())
-    choices = ", ".join(map(str, action.choices or ()))
-    if not in_full:
-        choices = textwrap.shorten(choices, 60, placeholder=" …")
-    facts = f" {{{choices}}}" if choices else ""
-    if action.default not in (None, []):
-        facts += f" [{', '.join(action.default) if isinstance(action.default, list) else action.default}]"
-    room = max(shutil.get_terminal_size((120, 24)).columns, 80)
-    if not in_full:  # the first sentence without what is in parentheses
-        meaning = re.split(r"(?<!e\.g)(?<!i\.e)[.:;] ", re.sub(r" \([^()]*\)", "", meaning))[0].rstrip(".")
-    name = f"  --{action.dest} {'' if choices else _METAVARS.get(action.type, 'TEXT')}"
-    return textwrap.fill(f"{name:<{_INDENT - 2}}  {meaning}{facts}", room, subsequent_indent=" " * _INDENT)
