@@ -126,10 +126,10 @@ def check_server(
             f"the server's layers are {', '.join(kinds) or 'not quantized'}, and training is for deployment_scheme="
             f"{scheme!r}: start it with dc-trl serve --scheme {scheme or 'bf16'}, or set the scheme that it has."
         )
-    if weight_sync != "none" and not is_cpu(info):
-        needs = next(filter(None, (reloadable(each, config) for each in schemes_of(kinds))), {})
+    needs = next(filter(None, (reloadable(each, config) for each in schemes_of(kinds))), {})
+    if needs and weight_sync != "none" and not (is_cpu(info) or model["enforce_eager"]):
         backend = info["kernel_config"]["moe_backend"]
-        if needs and not model["enforce_eager"] and backend != needs.get("moe_backend"):
+        if backend != needs.get("moe_backend"):
             raise ServerError(
                 f"the server runs a mixture of experts with --moe-backend {backend} and CUDA graphs, which read freed "
                 f"memory after the first new weights (vLLM's issue 41670): start it with {' '.join(as_options(needs))}"
