@@ -61,7 +61,7 @@ def test_the_last_steps_are_logged_where_an_evaluation_follows_them(tmp_path):
         trainer, _ = trained(folder, reward=zero_or_one, max_steps=3, logging_steps=steps)
         run = read_run(folder)
         rewards[steps] = run.series("reward")
-        assert run.history[-1]["step"] == 3
+        assert run.steps == 3
         seconds = sum(value for row in run.history for name, value in row.items() if name.startswith("time/"))
         (whole,) = run.series("train_runtime").values
         # The clock starts before transformers' own, whose figure is rounded, and no second counts for two parts.

@@ -34,7 +34,7 @@ def facts_table(run: Run) -> Table:
         "constraint": run.summary.get("constraint", known("constraint")),
         "tolerance ε": _number(run.last("lagrangian/tolerance"), "{:.4g}"),
         "seed": known("seed"),
-        "state": f"ended by {ended}" if ended else "finished" if run.finished else "going on, or killed",
+        "state": f"ended by {ended}" if ended else "finished" if run.finished else "going on, or stopped",
         "optimizer steps": f"{run.steps:,}",
         "collapse alarms": ", ".join(
             f"{name.removeprefix('collapse/')} at step {step}" for step, name in sorted(alarms)

@@ -1,6 +1,7 @@
 """The report of one run: an HTML page without scripts, requests and fonts from elsewhere."""
 
 import base64
+import gc
 import io
 from collections import defaultdict
 from os import PathLike
@@ -67,4 +68,5 @@ def _sections(run: Run) -> dict[str, list[dict[str, str]]]:
         source = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
         figure = {"source": source, "alt": panel.text(run), "caption": panel.caption}
         sections[panel.section].append(figure)
+        gc.collect()  # a figure of many strokes holds 26 MB, and is part of a cycle
     return sections
