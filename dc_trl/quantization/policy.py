@@ -6,31 +6,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator, init_empty_weights
 from peft import PeftModel
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
 
 def base_model(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """Return the transformers model of a policy, without the PEFT model around it."""
     return policy.get_base_model() if isinstance(policy, PeftModel) else policy
-
-
-def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Return the output of a head scaled and capped as its model does it, by the names that models give the settings.
-
-    Args:
-        logits: output of the head, any shape.
-        config: configuration of the text model.
-    """
-    values = config.to_dict()
-    scales = (values.get(name) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
-    scale = next((each for each in scales if each is not None), None)
-    if scale is None and (divisor := values.get("logits_scaling")) is not None:
-        scale = 1 / divisor
-    if scale is not None:
-        logits = logits * scale
-    cap = values.get("final_logit_softcapping")
-    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def with_positions(options: dict[str, Any]) -> dict[str, Any]:

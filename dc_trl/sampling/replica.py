@@ -268,10 +268,14 @@ class Replica:
         load_model(self.model, directory / _WEIGHTS_FILE)
 
     @torch.no_grad()
-    def read(self, input_ids: Tensor, attention_mask: Tensor) -> None:
-        """Read whole rows at once, shape (batch, length), as `generate` would read them token by token."""
+    def read(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Read whole rows at once, shape (batch, length), as `generate` would read them token by token.
+
+        Returns:
+            Hidden states from which `logits_of` computes logits, shape (batch, length, channels).
+        """
         rows = with_positions({"input_ids": input_ids, "attention_mask": attention_mask})
-        self.model(**rows, use_cache=False, logits_to_keep=1)
+        return self.model.base_model(**rows, use_cache=False).last_hidden_state
 
     @torch.inference_mode()
     def generate(
