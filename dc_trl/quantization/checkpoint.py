@@ -5,6 +5,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,6 @@ class CheckpointWriter:
         self._processing_class = processing_class
         self._model = empty_copy(policy)
         self._model.tie_weights()
-        self._model.config.dtype = torch.bfloat16
         self._generation_config = base_model(policy).generation_config or GenerationConfig()
         self._quantization = resolve_scheme(scheme, self._model)
         self._quantized = set(quantized_weights(self._model)) if self._quantization.weights is not None else set()
@@ -78,9 +78,8 @@ class CheckpointWriter:
                 )
         # A tensor that several modules share has one name here, as in published checkpoints.
         persistent = self._model.state_dict().keys()
-        names: dict[str, Tensor] = dict(self._model.named_parameters())
-        names |= {name: buffer for name, buffer in self._model.named_buffers() if name in persistent}
-        self._names = names.keys()
+        tensors = chain(self._model.named_parameters(), self._model.named_buffers())
+        self._dtypes = {name: tensor.dtype for name, tensor in tensors if name in persistent}
 
     @torch.no_grad()
     def write(
@@ -139,7 +138,7 @@ class CheckpointWriter:
             self._processing_class.save_pretrained(directory)
 
     def _write_tensors(self, tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
-        missing, held, size = set(self._names), dict[str, Tensor](), 0
+        missing, held, size = set(self._dtypes), dict[str, Tensor](), 0
         files: dict[str, str] = {}
         for name, tensor in tensors:
             if name not in missing:
@@ -174,10 +173,7 @@ class CheckpointWriter:
                 parts = compressed_weight(value, self._quantization)
                 stored |= {layer + part: each for part, each in parts.items()}
             else:
-                # Some architectures keep small tensors in float32, such as the bias that chooses DeepSeek's experts.
-                exact = any(part in name for part in self._model._keep_in_fp32_modules_strict)
-                dtype = torch.bfloat16 if value.is_floating_point() and not exact else value.dtype
-                stored[key] = value.to(dtype, copy=True)
+                stored[key] = value.to(self._dtypes[name], copy=True)
         return {key: value.contiguous().cpu() for key, value in stored.items()}
 
     def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

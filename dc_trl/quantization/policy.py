@@ -65,10 +65,12 @@ def _identities(module: nn.Module) -> set[int]:
 
 
 def empty_copy(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the base architecture of a policy on the meta device, with names and shapes but without values.
+    """Return the base architecture of a policy on the meta device, with names, shapes and dtypes but without values.
 
-    Its embedding and output head are one tensor only where the policy's are. It is built without drawing from the
-    random state that a training run continues from.
+    The dtypes are those of the deployed policy, as transformers loads it in bfloat16: some architectures keep small
+    tensors in float32, such as the bias that chooses DeepSeek's experts, and some compute buffers in the dtype of the
+    model. Its embedding and output head are one tensor only where the policy's are. It is built without drawing from
+    the random state that a training run continues from.
     """
     base = base_model(policy)
     config = copy.deepcopy(base.config)
@@ -76,5 +78,16 @@ def empty_copy(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     vars(config).pop("quantization_config", None)  # a base that bitsandbytes has packed has no values here
     if not shares_embeddings(policy):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
-        return type(base)(config)
+    config.dtype = config.get_text_config().dtype = torch.bfloat16
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+            model = type(base)(config)
+    finally:
+        torch.set_default_dtype(default)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            exact = any(part in name for part in model._keep_in_fp32_modules_strict)
+            tensor.data = tensor.data.to(torch.float32 if exact else torch.bfloat16)
+    return model

@@ -150,7 +150,7 @@ class Replica:
         quantization = resolve_scheme(scheme, self.model)
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                empty = torch.empty_like(parameter, dtype=torch.bfloat16, device=device)
+                empty = torch.empty_like(parameter, device=device)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
         self.model.tie_weights()
         self.model.to(device).eval()
