@@ -41,8 +41,13 @@ OURS = {
     "constraint": {"constraint": "lagrangian", "steps_per_generation": 8},
     "dropped groups": {"drop_zero_std_groups": True, "steps_per_generation": 8},
     "dropped there": {
-        **{"drop_zero_std_groups": True, "beta": 0.1, "gradient_accumulation_steps": 1, "num_iterations": 2},
-        **{"steps_per_generation": 1, "learning_rate": 1e-2, "max_steps": 3},
+        "drop_zero_std_groups": True,
+        "beta": 0.1,
+        "gradient_accumulation_steps": 1,
+        "num_iterations": 2,
+        "steps_per_generation": 1,
+        "learning_rate": 1e-2,
+        "max_steps": 3,
     },
 }
 REWARDS = {"dropped groups": half_and_half, "dropped there": equal_there}

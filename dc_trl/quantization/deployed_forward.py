@@ -335,9 +335,7 @@ class DeployedForward(TrainerCallback):
 
     def _place(self, layer: _Layer) -> None:
         if (self._weights or self._compute or layer.adapters) and not layer.placed:
-            layer.place(
-                {key: self._deployed(layer, key, master) for key, master in layer.masters().items()}
-            )
+            layer.place({key: self._deployed(layer, key, master) for key, master in layer.masters().items()})
 
     def _deployed(self, layer: _Layer, key: str, master: Tensor) -> Tensor:
         """Return the tensor that a module computes with in place of a parameter, of the same shape."""

@@ -28,14 +28,14 @@ class _Given(nn.Module):
 
     def __init__(self, backbone: nn.Module, output: _Output):
         super().__init__()
-        vars(self).update(_backbone=backbone, _output=output)  # not as a child
+        vars(self).update(backbone=backbone, output=output)  # not as a child
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._backbone, name)
-        return _Given(found, self._output) if isinstance(found, PreTrainedModel) else found
+        found = getattr(self.backbone, name)
+        return _Given(found, self.output) if isinstance(found, PreTrainedModel) else found
 
     def forward(self, *args: Any, **kwargs: Any) -> _Output:
-        return self._output
+        return self.output
 
 
 class FusedHead(nn.Module):
@@ -48,6 +48,9 @@ class FusedHead(nn.Module):
         hidden: hidden states, whose dtype the product has without autocast.
         in_float32: whether the product is in float32 (`cast_lm_head_to_fp32`).
     """
+
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(self, head: nn.Module, hidden: Tensor, in_float32: bool = False):
         super().__init__()
