@@ -25,6 +25,7 @@ from .config import DCGRPOConfig
 from .data.prompts import ends_with_answer, require_messages, unread_text
 from .grading.checked_reward import checked_reward, excerpt, require_callable, reward_name
 from .quantization.adapter import require_adapter_beside
+from .quantization.head import FusedHead, given, logits_of
 from .quantization.policy import base_model
 from .settings.distribution import require_whole_models, sharding_of
 from .settings.paths import require_model_path
@@ -35,6 +36,8 @@ logger = get_logger(__name__)
 
 _OF_A_CONFIG = {"revision", "trust_remote_code"}  # arguments that choose a model's configuration
 _LOOKED_AT = 256  # rows of a data set, from the first on; the others are looked at when they come
+_LARGEST_LOGIT = 50.0  # of the hidden states for which heads are compared: a cap of logits has to act
+_SAME_LOG_PROBS = 0.5  # nats between them, which bfloat16 does not reach
 _SAMPLED = 4096  # weights of a tensor that show whether a step of the learning rate changes it
 
 
@@ -327,6 +330,42 @@ def require_trainable(policy: nn.Module) -> None:
         )
 
 
+@torch.no_grad()
+def require_same_logits(policy: nn.Module, temperature: float) -> None:
+    """Refuse an unwrapped policy of which the fused head of TRL's trainers computes other log-probabilities than it.
+
+    TRL knows the factor and the cap of logits that many configurations have. It does not know factors of hidden
+    states, and layers between backbone and head. They are compared for three random hidden states, so that this
+    takes no forward of the backbone.
+
+    Args:
+        policy: the policy, to which TRL has added its fused head.
+        temperature: divisor of the logits.
+
+    Raises:
+        ValueError: the two differ.
+    """
+    model = base_model(policy)
+    head = model.get_output_embeddings()
+    if not head.weight.numel() or head.weight.is_meta:
+        return  # another process has the weights
+    same = model.base_model is not model  # TRL's head reads the output of a backbone
+    if same:
+        labels = torch.arange(4, device=head.weight.device).unsqueeze(0)
+        hidden = torch.randn(1, 4, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight)
+        hidden *= _LARGEST_LOGIT / head(hidden).abs().max().clamp(min=1e-6)
+        own = logits_of(model, hidden[0], FusedHead(head, hidden))[:-1] / temperature
+        with given(model, hidden):
+            fused = model.forward(input_ids=labels, labels=labels, fused_lm_head=True).log_probs
+        same = torch.allclose(own.log_softmax(-1).gather(1, labels[:, 1:].T), fused.T, atol=_SAME_LOG_PROBS)
+    if not same:
+        raise ValueError(
+            f"model: a {type(model).__name__} computes its logits otherwise than TRL's trainer, whose loss would have "
+            "another policy than the one that samples and is deployed: train a model of another architecture, or with "
+            "a release of TRL that knows this one."
+        )
+
+
 def warn_of_rounding(policy: nn.Module, optimizer: str, learning_rate: float) -> None:
     """Warn of 16-bit weights of an undivided policy that a step of the highest learning rate does not change.
 
@@ -517,10 +556,11 @@ def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
         What the policy can read; None with images, which become tokens that are not in the text.
 
     Raises:
-        ValueError: see `require_trainable`, `limits_of` and `require_adapter_beside`.
+        ValueError: see `require_trainable`, `require_same_logits`, `limits_of` and `require_adapter_beside`.
     """
     args = trainer.args
     require_trainable(trainer.model)
+    require_same_logits(trainer.model, trainer.temperature)
     if args.lora_deployment == "adapter":
         require_adapter_beside(trainer.model)
     # DeepSpeed and FSDP keep weights in float32 beside those that compute.

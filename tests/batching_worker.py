@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 
 from dc_trl import DCGRPOTrainer
 
-from .helpers import Rollouts
+from .helpers import TINY_MODEL, Rollouts, distinct_characters, logged
 from .test_batching_trainer import KINDS, Spread, configs, gaps, half_and_half, tokens, train
 from .test_trainer import empty_completions
 
@@ -22,6 +22,12 @@ def only_there(call, completions, logprobs):
     """Empty completions in the second process: it alone has a tool mask."""
     if PartialState().process_index == 1:
         empty_completions(call, completions, logprobs)
+
+
+def equal_there(completions, **columns):
+    """All groups of the second process are dropped, so that its micro-batches are masked whole."""
+    rewards = distinct_characters(completions, **columns)
+    return [1.0] * len(rewards) if PartialState().process_index == 1 else rewards
 
 
 CASES = {
@@ -34,7 +40,19 @@ OURS = {
     "empty completions": {"steps_per_generation": 8},
     "constraint": {"constraint": "lagrangian", "steps_per_generation": 8},
     "dropped groups": {"drop_zero_std_groups": True, "steps_per_generation": 8},
+    "dropped there": {
+        "drop_zero_std_groups": True,
+        "beta": 0.1,
+        "gradient_accumulation_steps": 1,
+        "num_iterations": 2,
+        "steps_per_generation": 1,
+        "learning_rate": 1e-2,
+        "max_steps": 3,
+    },
 }
+REWARDS = {"dropped groups": half_and_half, "dropped there": equal_there}
+# Means over the tokens of all processes, which TRL logs.
+MEANS = ("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
 
 
 def main() -> None:
@@ -50,10 +68,11 @@ def main() -> None:
         runs = []
         for kind, config in zip(kinds, configured, strict=True):
             rollouts = Rollouts(30, edit=only_there) if name == "empty completions" else Spread()
-            reward = {"reward": half_and_half} if name == "dropped groups" else {}
-            runs.append(train(kind, config, rollouts, **reward))
+            model = str(TINY_MODEL) if config.beta else None  # the reference is loaded
+            runs.append(train(kind, config, rollouts, model, REWARDS.get(name, distinct_characters)))
         found[name] = {
             "gaps": gaps(*runs),
+            "means": [{mean: logged(run.trainer, mean) for mean in MEANS} for run in runs],
             "tokens": [gather_object([tokens(run)]) for run in runs],
             "forwards": gather_object([len(runs[0].widths)]),
             "kind": str(runs[0].trainer.accelerator.distributed_type),

@@ -83,6 +83,19 @@ def test_a_form_follows_the_gradient_of_its_objective(name, measure, logits, eng
     torch.testing.assert_close(policy.grad, differences, rtol=1e-5, atol=1e-7 * (1 + differences.abs().max().item()))
 
 
+@given(logits=LOGITS, engine=LOGITS)
+def test_the_centred_log_ratio_follows_the_gradient_of_its_variance(logits, engine):
+    """What docs/concepts.md says of score centering beside it: E_q[c·(s − E_q[s])] = ∇ ½ Var_q[log π/q]."""
+    q, policy = engine.softmax(0), logits.clone().requires_grad_()
+    form = form_of(ConstraintSettings(constraint="static", constraint_form="log_ratio"))
+    made = form(SampledTokens(logits.log_softmax(0)[None], q.log()[None], torch.ones(1, 5).bool(), torch.zeros(1)))[0]
+    score = policy.log_softmax(0)
+    ours = torch.autograd.grad((q * made * (score - (q * score).sum())).sum(), policy, retain_graph=True)[0]
+    ratio = score - q.log()
+    variance = (q * (ratio - (q * ratio).sum()).square()).sum()
+    torch.testing.assert_close(ours, torch.autograd.grad(variance / 2, policy)[0])
+
+
 def test_the_coefficients_by_hand():
     """π = 0.5, q = 0.4 and π = 0.25, q = 0.5."""
     train, infer = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.4, 0.5]]).log()

@@ -15,11 +15,20 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import Gemma2Config, GenerationConfig, GptOssConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
+    Gemma2Config,
+    GenerationConfig,
+    GptOssConfig,
+    MiniMaxConfig,
+    Qwen3Config,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from dc_trl.quantization import attention
+from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.quantization.fake_quantize import (
     ActivationQuantizer,
     compressed_weight,
@@ -478,6 +487,36 @@ def test_experts_in_an_unknown_layout_are_refused_where_they_would_stay_unquanti
         Replica(policy, "fp8")
     with refuses(ValueError, "deployment_scheme='int4'", 48, "'fp8'"):
         Replica(make_experts(48), "int4")
+
+
+LINEAR = {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], "num_local_experts": 4}
+MIXED = {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize(("config", "options"), [(MiniMaxConfig, LINEAR), (Ernie4_5_MoeConfig, MIXED)])
+def test_dtypes_are_those_in_which_transformers_loads_a_model(tmp_path, config, options, aligned):
+    """Buffers that follow the model's dtype, and parameters that stay in float32, also where the master's are float32.
+
+    MiniMax scales its residual stream, by factors that are whole numbers here.
+    """
+    torch.manual_seed(0)
+    policy = random_model(config, head_dim=32, initializer_range=0.2, **options).eval()
+    policy.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ids = torch.arange(20, 40).view(2, 10)
+    if aligned:
+        forward = DeployedForward(policy, "bf16")
+        with forward.active():
+            logits = policy(input_ids=ids).logits
+        masters = [*policy.parameters(), *policy.buffers()]
+        assert {each.dtype for each in masters} == {torch.float32}  # and they are back
+    else:
+        replica = Replica(policy, "bf16").model
+        dtypes, own = ({n: t.dtype for n, t in model.state_dict().items()} for model in (theirs, replica))
+        assert own == dtypes
+        logits = replica(input_ids=ids).logits
+    torch.testing.assert_close(logits.float(), theirs(input_ids=ids).logits.float(), atol=0.2, rtol=0.05)
 
 
 @pytest.mark.parametrize(

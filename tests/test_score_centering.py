@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trl.trainer.utils import add_fused_lm_head
 
 from dc_trl.constraint.corrections import CORRECTIONS
 from dc_trl.parts import kept_tokens
@@ -75,6 +76,33 @@ def test_the_mean_score_is_that_of_a_sum_over_the_vocabulary(policy, batch, name
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(centre.drift[..., 0], (q - p).abs().sum(-1) / 2, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(centre.drift[..., 1], (q - p).norm(dim=-1), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8"])
+def test_the_mean_is_that_of_the_policy_as_it_is_trained(policy, batch, scheme, in_float32):
+    """Float32 weights under autocast in bfloat16: p by TRL's own log-probability of each word, and E_q[s] = q − p."""
+    ids, mask = batch
+    replica = Replica(policy, scheme)
+    add_fused_lm_head(policy, temperature=0.7, cast_lm_head_to_fp32=in_float32)
+    centering = ScoreCentering(policy, replica, 0.7, in_float32=in_float32)
+    columns, states = slice(-WIDTH - 1, -1), []
+    policy.base_model.register_forward_hook(lambda module, inputs, output: states.append(output.last_hidden_state))
+    with torch.autocast("cpu", torch.bfloat16):
+        of_words = [
+            policy(input_ids=ids, attention_mask=mask, shift_labels=torch.full_like(ids, word), fused_lm_head=True)
+            for word in range(WORDS)
+        ]
+    log_p = torch.stack([output.log_probs[:, columns] for output in of_words], dim=-1)
+    centre = centering(ids, mask, WIDTH, torch.ones(3))
+    with torch.no_grad():
+        q, p = log_softmax(replica.model, ids, mask, 0.7).exp(), log_p.exp()
+    torch.testing.assert_close(centre.score, (q * log_p).sum(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(centre.drift[..., 1], (q - p).norm(dim=-1), rtol=1e-3, atol=1e-5)
+    gradient = torch.autograd.grad(centre.score.sum(), states[-1])[0][:, columns]
+    weight = policy.lm_head.weight if in_float32 else policy.lm_head.weight.bfloat16().float()
+    mean = (q - p) @ weight / 0.7
+    assert (gradient - mean).norm() < 0.01 * mean.norm()
 
 
 def named_tokens(log_q, tokens):

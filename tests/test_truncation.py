@@ -1,6 +1,7 @@
 """Truncated sampling: both engines' log-probabilities are among the tokens that were kept, and so are gradients."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,13 +9,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GenerationConfig
+from transformers import (
+    BertConfig,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GenerationConfig,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
+    OPTConfig,
+    PhiConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from dc_trl import DCGRPOTrainer
+from dc_trl.gate import require_same_logits
 from dc_trl.parts import kept_tokens
 from dc_trl.parts.kept_tokens import KeptHead, Named
+from dc_trl.quantization.head import FusedHead, logits_of
 from dc_trl.sampling.named_tokens import KeptLogProb, named_by_vllm
 from dc_trl.sampling.replica import Replica
 
@@ -30,6 +45,8 @@ from .helpers import (
     make_model,
     make_prompts,
     plain_config,
+    random_model,
+    refuses,
 )
 
 
@@ -61,15 +78,16 @@ class Backbone(torch.nn.Module):
 class Headed(torch.nn.Module):
     """What `KeptHead` reads of a model."""
 
-    def __init__(self, channels, vocabulary, bias, **config):
+    def __init__(self, channels, vocabulary, bias):
         super().__init__()
         self.base_model = Backbone()
         self.head = torch.nn.Linear(channels, vocabulary, bias=bias)
-        values = SimpleNamespace(to_dict=lambda: config, model_type="plain")
-        self.config = SimpleNamespace(get_text_config=lambda: values)
 
     def get_output_embeddings(self):
         return self.head
+
+    def forward(self, input_ids=None, use_cache=False):
+        return SimpleNamespace(logits=self.head(self.base_model(input_ids).last_hidden_state))
 
 
 @settings(max_examples=60)
@@ -124,6 +142,7 @@ MODELS = {
     "experts": make_experts,
     "softcap": lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=2.0)),
     "multiplied": lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)),
+    "multiplied by its divisor": lambda: HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**SMALL, logits_scaling=3.0)),
     "peft": lambda: get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)),
 }
 
@@ -155,6 +174,75 @@ def test_the_logits_are_those_of_the_model(name):
     ]
     among, _, logits = scored_by(model, kept_of(sets), completion_ids)
     torch.testing.assert_close(among, dense(logits, sets, completion_ids), atol=1e-5, rtol=1e-5)
+
+
+# Fields that say what a model does around its output head, each with a value that does something.
+AROUND_HEAD = {
+    **dict.fromkeys(("logit_scale", "output_multiplier", "lm_head_multiplier"), 0.25),
+    **dict.fromkeys(("logits_scaling", "logits_mup_width_multiplier"), 3.0),
+    **dict.fromkeys(("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"), 2.0),
+    "lm_head_bias": True,
+}
+ELSEWHERE = {"num_logits_to_keep", "output_router_logits", "chunk_size_lm_head"}
+ELSEWHERE |= {"attn_logit_softcapping", "moe_router_logit_softcapping"}
+# What makes one of these small.
+MORE = {
+    "CohereCompassTextConfig": {
+        "rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [6, 6, 4]}}
+    },
+    "FalconH1Config": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+    "Gemma3nTextConfig": {
+        "layer_types": ["full_attention"],
+        "vocab_size_per_layer_input": 262,
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0],
+        "altup_num_inputs": 2,
+        "intermediate_size": [64],
+    },
+    "GraniteMoeHybridConfig": {"layer_types": ["attention"]},
+    "MiniCPM3Config": {
+        "num_key_value_heads": 2,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "dim_model_base": 16,
+    },
+    "RecurrentGemmaConfig": {"block_types": ["attention"]},
+    "BertConfig": {"is_decoder": True},
+    "OPTConfig": {"word_embed_proj_dim": 32},
+}
+
+
+@pytest.mark.long
+def test_logits_are_those_of_every_architecture_or_refused():
+    """Of all whose configuration has such a field, and of some with a bias, more layers or another backbone."""
+    refused = []
+    for config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        names = {name for name in dir(config) if re.search("logits?_|lm_head_|output_multi", name)} - ELSEWHERE
+        if not names and config not in (BertConfig, OPTConfig, PhiConfig):
+            continue
+        fields = {name: AROUND_HEAD[name] for name in names if not isinstance(getattr(config, name), property)}
+        model = random_model(config, **fields | MORE.get(config.__name__, {})).eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+        ids = torch.arange(20, 36).view(1, -1)
+        own = model(input_ids=ids, use_cache=False).logits[0]
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        for head in (None, FusedHead(model.get_output_embeddings(), hidden)):
+            torch.testing.assert_close(logits_of(model, hidden[0], head), own, atol=1e-4, rtol=1e-4)
+        add_fused_lm_head(model, temperature=0.7)
+        fused = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[0]
+        among = dense(own[None, :-1] / 0.7, [[[]] * 15], ids[:, 1:])[0]
+        if torch.allclose(fused, among, atol=1e-3):
+            require_same_logits(model, 0.7)
+        else:
+            refused.append(config.model_type)
+            with refuses(ValueError, type(model).__name__):
+                require_same_logits(model, 0.7)
+    assert 0 < len(refused) < 8, refused
 
 
 # --- the replica ----------------------------------------------------------------------------------------------------

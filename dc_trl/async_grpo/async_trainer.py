@@ -33,7 +33,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from ..constraint.constraint import Constraint
 from ..files import read_object, write_text
-from ..gate import limits_of, require_startable, require_trainable
+from ..gate import limits_of, require_same_logits, require_startable, require_trainable
 from ..grading.checked_reward import checked_reward
 from ..quantization.policy import base_model
 from ..run.manifest import STATE_FILE, on_main_process, resumable_checkpoint, write_manifest
@@ -161,6 +161,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         finally:
             args.acts = False
         require_trainable(self.model)
+        require_same_logits(self.model, self.temperature)
         limits_of(base_model(self.model), self.processing_class, args.max_completion_length)
         self._lagged: SamplerWeights | None = None
         if args.split_by is not None:

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from ..settings.ranges import COUNT, SHARE, require_number
 
 
-# Decay period in units of the surge's step (LR paper: 180 steps for a surge near step 100).
+# Decay period in units of the surge's step (LR paper: 204 steps for a surge at step 110, and 160 for one at 90).
 PERIOD_PER_SURGE_STEP = 1.8
 
 

@@ -38,7 +38,7 @@ def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> 
     ``kl``               ⟨b − a⟩                                KL(π_inf ‖ π_train), k1 estimator, nats
     ``k3_kl``            ⟨e^d − d − 1⟩                          the same, k3 estimator, ≥ 0
     ``log_ppl_diff``     E_i(b̄_i − ā_i)                         log ppl_train − log ppl_inf
-    ``log_ppl_abs_diff`` E_i|b̄_i − ā_i|                         mismatch indicator of arXiv 2602.01826
+    ``log_ppl_abs_diff`` E_i|b̄_i − ā_i|                         the same, without cancelling, as in verl
     ``ppl_ratio``        E_i exp(b̄_i − ā_i)                     ppl_train / ppl_inf
     ``chi2_token``       ⟨e^{2d}⟩ − 1                           χ² of tokens, d clamped to ±20
     ``chi2_seq``         E_i exp(2 Σ_t d) − 1                   χ² of trajectories, Σ_t d clamped to ±20
@@ -47,8 +47,8 @@ def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> 
     ``ess``              1/⟨(w/⟨w⟩)²⟩, w = e^d                  effective sample size, as a fraction in (0, 1]
     ==================== ====================================== ============================================
 
-    ``log_ppl_abs_diff`` is a mean over trajectories, as verl computes it, and so does not grow with the batch. In that
-    paper equation 7 is a sum, which is N times this mean for N trajectories.
+    Equation 7 of arXiv 2602.01826, its mismatch indicator, sums log-probabilities over the T_i tokens of a trajectory.
+    So it has T_i |b̄_i − ā_i|, which grows with the length; ``log_ppl_abs_diff`` does not.
 
     Args:
         train_logps, infer_logps: log π_train and log π_inf of the sampled tokens, shape (B, T), nats.

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from trl.trainer.utils import pad
 
-from ..quantization.policy import base_model, scaled_logits, unwrapped
+from ..quantization.head import FusedHead, logits_of
+from ..quantization.policy import base_model, unwrapped
 from ..sampling.named_tokens import KeptLogProb, NamedLogProb
 from ..settings.neutral_sampling import TRUNCATIONS, restriction_warning
 from .part import Part
@@ -186,28 +186,19 @@ class KeptHead:
         start = sum(map(len, self._scored))
         rows = slice(start, start + len(hidden))
         sampled = self._completion_ids[rows]
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        dtype = torch.float32 if self._in_float32 else dtype
-        head = self._model.get_output_embeddings()
-        weight, bias = (
-            None if each is None else (each.full_tensor() if isinstance(each, DTensor) else each).to(dtype)
-            for each in (head.weight, head.bias)
-        )
-        tiles = tiles_of(hidden.to(dtype), sampled.shape[1], len(head.weight))
+        head = FusedHead(self._model.get_output_embeddings(), hidden, self._in_float32)
+        tiles = tiles_of(hidden, sampled.shape[1], len(head.weight))
         size = len(tiles[0])
         kept = tiled(Named(self._kept.ids[rows], self._kept.counts[rows]), sampled.shape[1], size, len(tiles))
         scored = [
-            checkpoint(self._among, weight, bias, *tile, use_reentrant=False)
+            checkpoint(self._among, head, *tile, use_reentrant=False)
             for tile in zip(tiles, kept, sampled.flatten().split(size), strict=True)
         ]
         self._scored.append(torch.cat(scored).view(sampled.shape))
 
-    def _among(self, weight: Tensor, bias: Tensor | None, hidden: Tensor, kept: TileTokens, sampled: Tensor) -> Tensor:
+    def _among(self, head: FusedHead, hidden: Tensor, kept: TileTokens, sampled: Tensor) -> Tensor:
         """Return the log-probability of each sampled token among the kept ones, shape (n,), in nats."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = functional.linear(hidden, weight, bias).float()
-        logits = scaled_logits(logits, self._model.config.get_text_config()) / self._temperature
+        logits = logits_of(self._model, hidden, head) / self._temperature
         return among(kept.support(logits), logits).gather(1, sampled.unsqueeze(1)).squeeze(1)
 
 

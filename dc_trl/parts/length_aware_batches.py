@@ -207,9 +207,14 @@ def lengths_of(batch: dict[str, Any], multiple: int | None = None) -> Tensor:
 
 
 def trimmed(batch: dict[str, Any], multiple: int | None = None) -> dict[str, Any]:
-    """Return a batch without the columns that are padding in all of its rows; tensors that are cut are copied."""
+    """Return a batch without the columns that are padding in all of its rows; tensors that are cut are copied.
+
+    Two columns of the completions stay: TRL's means over tokens would take a single one for values of trajectories,
+    and count each row, also of a batch that is masked as a whole.
+    """
     width, length = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
     prompt, completion = lengths_of(batch, multiple).amax(0).tolist()
+    completion = max(completion, 2)
     both = slice(width - prompt, width + completion)
     cut = {}
     for name, value in batch.items():

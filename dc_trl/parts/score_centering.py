@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..quantization.policy import base_model, scaled_logits
+from ..quantization.head import FusedHead, logits_of
+from ..quantization.policy import base_model
 from ..sampled_tokens import SampledTokens, loss_mask
 from ..sampling.replica import Replica
 from .kept_tokens import Named, TileTokens, among, tiled, tiles_of
@@ -32,43 +31,6 @@ from .part import Part
 
 
 _LEAST_TAIL = 1e-6  # of 1 − Σ_H p
-
-
-class _Head(NamedTuple):
-    """Tensors from which the logits of a forward pass are computed."""
-
-    hidden: Tensor  # (batch, length, channels), or of a tile of positions, (n, channels)
-    weight: Tensor  # (vocabulary, channels)
-    bias: Tensor | None
-
-
-class _Recorder:
-    """Keeps the `_Head` of a model's latest forward pass with a gradient, or of the latest one of all."""
-
-    def __init__(self, model: PreTrainedModel, temperature: float, with_gradient: bool = True):
-        self._model, self._temperature = model, temperature
-        self._with_gradient = with_gradient  # forward passes without one, as those of the split, are passed over
-        self._head: _Head | None = None
-        model.base_model.register_forward_hook(self._record)
-
-    def _record(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._with_gradient and not torch.is_grad_enabled():
-            return
-        # The hook runs within the forward of the whole model, when the head holds the weights that it computes with.
-        head = self._model.get_output_embeddings()
-        self._head = _Head(output.last_hidden_state, head.weight, head.bias)
-
-    def take(self) -> _Head:
-        """Return the head of that forward pass, once."""
-        head, self._head = self._head, None
-        assert head is not None
-        return head
-
-    def log_softmax(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the log-probabilities of the vocabulary, shape (n, vocabulary), nats, float32 or wider."""
-        logits = functional.linear(hidden.to(weight.dtype), weight, bias)
-        logits = logits.float() if logits.dtype.itemsize < 4 else logits
-        return (scaled_logits(logits, self._model.config.get_text_config()) / self._temperature).log_softmax(-1)
 
 
 class Centre(NamedTuple):
@@ -96,9 +58,7 @@ class ScoreCentering:
         correction: weights of tokens as in `dc_trl.constraint.corrections`, each by its own probabilities; None
             without one.
         top_k: number of the replica's most probable tokens that are read, at least 1; None for all of them.
-
-    Raises:
-        ValueError: an adapter is on the output head.
+        in_float32: whether the policy's output head runs in float32 (`cast_lm_head_to_fp32`).
     """
 
     def __init__(
@@ -108,19 +68,22 @@ class ScoreCentering:
         temperature: float = 1.0,
         correction: Callable[[SampledTokens], Tensor] | None = None,
         top_k: int | None = None,
+        in_float32: bool = False,
     ):
-        model = base_model(policy)
-        if isinstance(model.get_output_embeddings(), BaseTunerLayer):
-            raise ValueError(
-                "score_centering=True reads the output head, which peft_config adapts: leave the head out of "
-                "target_modules, or set score_centering=False."
-            )
+        self._policy = base_model(policy)
         self._sampler = sampler
+        self._temperature = temperature
         self._correction = correction
         self._top_k = top_k
-        self._of_policy = _Recorder(model, temperature)
-        if sampler is not None:
-            self._of_sampler = _Recorder(sampler.model, temperature, with_gradient=False)
+        self._in_float32 = in_float32
+        self._forward: tuple[Tensor, FusedHead] | None = None  # hidden states and head of the latest with a gradient
+        self._policy.base_model.register_forward_hook(self._record)
+
+    def _record(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():  # forward passes without one, as those of the split, are passed over
+            # Within the forward of the whole model the head holds the weights that it computes with, under autocast.
+            hidden = output.last_hidden_state
+            self._forward = hidden, FusedHead(self._policy.get_output_embeddings(), hidden, self._in_float32)
 
     def __call__(
         self,
@@ -139,15 +102,14 @@ class ScoreCentering:
             advantages: Â of each trajectory, shape (B,), or of each token, (B, T); some corrections go by its sign.
             kept, named: the tokens that truncated sampling kept, and those that vLLM named.
         """
-        policy_head = self._of_policy.take()
-        hidden = tiles_of(policy_head.hidden, width, len(policy_head.weight))
+        assert self._forward is not None
+        (states, head), self._forward = self._forward, None
+        hidden = tiles_of(states, width, len(head.weight))
         size, count = len(hidden[0]), len(hidden)
         whole = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-        samplers: Sequence[_Head | None] = [None] * count
+        samplers: Sequence[Tensor | None] = [None] * count
         if self._sampler is not None:
-            self._sampler.read(input_ids, attention_mask)
-            head = self._of_sampler.take()
-            samplers = [head._replace(hidden=tile) for tile in tiles_of(head.hidden, width, len(head.weight))]
+            samplers = tiles_of(self._sampler.read(input_ids, attention_mask), width, len(head.weight))
         tiles = zip(
             hidden,
             whole.expand(len(input_ids), width).flatten().split(size),
@@ -156,25 +118,25 @@ class ScoreCentering:
             tiled(kept, width, size, count),
             strict=True,
         )
-        columns = [checkpoint(self._centre, *policy_head[1:], *tile, use_reentrant=False) for tile in tiles]
+        columns = [checkpoint(self._centre, head, *tile, use_reentrant=False) for tile in tiles]
         return Centre(*(torch.cat(parts).unflatten(0, (-1, width)) for parts in zip(*columns, strict=True)))
 
     def _centre(
         self,
-        weight: Tensor,
-        bias: Tensor | None,
+        head: FusedHead,
         hidden: Tensor,
         advantages: Tensor,
-        sampler: _Head | None,
+        of_sampler: Tensor | None,
         named: TileTokens | None,
         kept: TileTokens | None,
     ) -> tuple[Tensor, Tensor]:
-        log_p = self._of_policy.log_softmax(hidden, weight, bias)
+        log_p = self._log_softmax(logits_of(self._policy, hidden, head))
         support = None if kept is None else kept.support(log_p)
         log_p = among(support, log_p)
         with torch.no_grad():
-            if sampler is not None:
-                log_q = among(support, self._of_sampler.log_softmax(*sampler))
+            if of_sampler is not None:
+                assert self._sampler is not None
+                log_q = among(support, self._log_softmax(logits_of(self._sampler.model, of_sampler)))
                 if self._top_k is not None:
                     logps, ids = log_q.topk(min(self._top_k, log_q.shape[-1]))
                     rows = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
@@ -190,6 +152,10 @@ class ScoreCentering:
             gap = q - log_p.exp()
             drift = torch.stack([gap.abs().sum(-1) / 2, gap.norm(dim=-1)], -1)
         return (mean * (log_p if support is None else log_p.where(support, 0.0))).sum(-1), drift
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
+        """Return log-probabilities in nats, float32 or wider, after the temperature."""
+        return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self._temperature).log_softmax(-1)
 
 
 def _with_tail(log_p: Tensor, named: TileTokens) -> Tensor:
@@ -214,8 +180,10 @@ class CentredScore(Part):
         super().__init__(trainer)
         trainer.constraint.weighs_score = True
         replica, correction = trainer.sampler.replica, trainer.constraint.correction
-        top_k = trainer.args.score_centering_top_k
-        self._centering = ScoreCentering(trainer.model, replica, trainer.temperature, correction, top_k)
+        top_k, in_float32 = trainer.args.score_centering_top_k, trainer.args.cast_lm_head_to_fp32
+        self._centering = ScoreCentering(
+            trainer.model, replica, trainer.temperature, correction, top_k, in_float32=in_float32
+        )
 
     def rollout(self, rollout):
         trainer = self.trainer

@@ -5,6 +5,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from ..settings.paths import ADAPTER_FOLDER
 from .adapter import write_adapter
 from .contract import write_contract
 from .fake_quantize import compressed_weight
-from .policy import base_model, empty_copy, in_served_dtype
+from .policy import base_model, empty_copy
 from .schemes import quantized_weights, quantizes_cache, require_served_scheme, resolve_scheme
 from .tensors import policy_tensors
 
@@ -65,7 +66,6 @@ class CheckpointWriter:
         self._processing_class = processing_class
         self._model = empty_copy(policy)
         self._model.tie_weights()
-        self._model.config.dtype = torch.bfloat16
         self._generation_config = base_model(policy).generation_config or GenerationConfig()
         self._quantization = resolve_scheme(scheme, self._model)
         self._quantized = set(quantized_weights(self._model)) if self._quantization.weights is not None else set()
@@ -78,9 +78,8 @@ class CheckpointWriter:
                 )
         # A tensor that several modules share has one name here, as in published checkpoints.
         persistent = self._model.state_dict().keys()
-        names: dict[str, Tensor] = dict(self._model.named_parameters())
-        names |= {name: buffer for name, buffer in self._model.named_buffers() if name in persistent}
-        self._names = names.keys()
+        tensors = chain(self._model.named_parameters(), self._model.named_buffers())
+        self._dtypes = {name: tensor.dtype for name, tensor in tensors if name in persistent}
 
     @torch.no_grad()
     def write(
@@ -139,7 +138,7 @@ class CheckpointWriter:
             self._processing_class.save_pretrained(directory)
 
     def _write_tensors(self, tensors: Iterable[tuple[str, Tensor]], directory: Path) -> None:
-        missing, held, size = set(self._names), dict[str, Tensor](), 0
+        missing, held, size = set(self._dtypes), dict[str, Tensor](), 0
         files: dict[str, str] = {}
         for name, tensor in tensors:
             if name not in missing:
@@ -174,7 +173,7 @@ class CheckpointWriter:
                 parts = compressed_weight(value, self._quantization)
                 stored |= {layer + part: each for part, each in parts.items()}
             else:
-                stored[key] = in_served_dtype(self._model, name, value, copy=True)
+                stored[key] = value.to(self._dtypes[name], copy=True)
         return {key: value.contiguous().cpu() for key, value in stored.items()}
 
     def _published(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,21 +38,30 @@ from .tensors import require_merged_form
 
 
 class _Layer:
-    """A module that has parameters, the adapters around it, and the names of the parameters that are quantized."""
+    """A module that has parameters, the adapters around it, and the names of the parameters that are quantized.
 
-    def __init__(self, module: nn.Module, adapters: tuple[Any, ...], quantized: set[str]):
+    `dtypes` are those of its deployed tensors: of its parameters, and of the buffers that have another one there.
+    """
+
+    def __init__(
+        self, module: nn.Module, adapters: tuple[Any, ...], quantized: set[str], dtypes: dict[str, torch.dtype]
+    ):
         self.module = module
         self.adapters = adapters
         self.quantized = quantized
+        self.dtypes = dtypes
         self.multiplies_numbers = False  # whether the placed weight holds numbers of the format
-        self._masters: dict[str, nn.Parameter] = {}
+        self._masters: dict[str, Tensor] = {}
 
     @property
     def placed(self) -> bool:
         return bool(self._masters)  # the module holds the deployed parameters
 
+    def masters(self) -> dict[str, Tensor]:
+        return {key: getattr(self.module, key) for key in self.dtypes}
+
     def place(self, deployed: dict[str, Tensor]) -> None:
-        self._masters = _own_parameters(self.module)
+        self._masters = self.masters()
         self._set(deployed)
 
     def take_back(self) -> None:
@@ -59,8 +69,10 @@ class _Layer:
         self._masters = {}
 
     def _set(self, tensors: Mapping[str, Tensor]) -> None:
+        buffers = _buffers(self.module)
         for key, tensor in tensors.items():
-            delattr(self.module, key)  # a module refuses a plain tensor in the place of a parameter
+            if key not in buffers:
+                delattr(self.module, key)  # a module refuses a plain tensor in the place of a parameter
             setattr(self.module, key, tensor)
 
     def adapters_of(self, key: str) -> Iterator[Any]:
@@ -75,8 +87,12 @@ def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(module.named_parameters(recurse=False))
 
 
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_buffers(recurse=False))
+
+
 def _layers_of(module: nn.Module, name: str, adapters: tuple[Any, ...] = ()) -> Iterator[tuple[str, nn.Module, tuple]]:
-    """Yield each module that has parameters: its name in the base architecture, the module, and adapters around it.
+    """Yield each module: its name in the base architecture, the module, and adapters around it.
 
     A module that PEFT trains a copy of is yielded together with each copy, under one name.
     """
@@ -87,8 +103,7 @@ def _layers_of(module: nn.Module, name: str, adapters: tuple[Any, ...] = ()) -> 
         for copy in (module.original_module, *module.modules_to_save.values()):
             yield from _layers_of(copy, name)
     else:
-        if _own_parameters(module):
-            yield name, module, adapters
+        yield name, module, adapters
         for key, child in module.named_children():
             yield from _layers_of(child, f"{name}.{key}" if name else key)
 
@@ -163,6 +178,8 @@ class DeployedForward(TrainerCallback):
         self._within_policy = False  # whether the whole policy runs forward, and not its backbone alone
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
+        tensors = chain(architecture.named_parameters(remove_duplicate=False), architecture.named_buffers())
+        deployed_dtypes = {name: tensor.dtype for name, tensor in tensors}
         quantized_layers = {*quantized_linears(architecture), *fused_experts(architecture)}
         beside = lora_deployment == "adapter"
         (require_adapter_beside if beside else require_merged_form)(policy)
@@ -170,8 +187,17 @@ class DeployedForward(TrainerCallback):
         in_head = set() if head is None else set(head.modules())
         self._head: list[_Layer] = []
         for name, module, merged in _layers_of(base, ""):
-            of_layer = {key for key in _own_parameters(module) if f"{name}.{key}" in quantized}
-            layer = _Layer(module, merged if adapters and not beside else (), of_layer)
+            dtypes = {
+                key: deployed_dtypes.get(f"{name}.{key}" if name else key, torch.bfloat16)
+                for key in (*_own_parameters(module), *_buffers(module))
+            }
+            for key, buffer in _buffers(module).items():
+                if not compute or dtypes[key] == buffer.dtype:
+                    del dtypes[key]
+            of_layer = {key for key in dtypes if f"{name}.{key}" in quantized}
+            layer = _Layer(module, merged if adapters and not beside else (), of_layer, dtypes)
+            if not dtypes:
+                continue
             if module in in_head:
                 self._head.append(layer)
             else:
@@ -309,9 +335,7 @@ class DeployedForward(TrainerCallback):
 
     def _place(self, layer: _Layer) -> None:
         if (self._weights or self._compute or layer.adapters) and not layer.placed:
-            layer.place(
-                {key: self._deployed(layer, key, master) for key, master in _own_parameters(layer.module).items()}
-            )
+            layer.place({key: self._deployed(layer, key, master) for key, master in layer.masters().items()})
 
     def _deployed(self, layer: _Layer, key: str, master: Tensor) -> Tensor:
         """Return the tensor that a module computes with in place of a parameter, of the same shape."""
@@ -328,7 +352,7 @@ class DeployedForward(TrainerCallback):
         if fresh:
             # Outside of inference mode: the value is cached, and a later forward may need gradients.
             with torch.inference_mode(False), torch.no_grad():
-                value, scale = self._value(layer, sum(deltas, master.detach()), key in layer.quantized)
+                value, scale = self._value(layer, key, sum(deltas, master.detach()))
             # FSDP2 gathers into the same memory without changing the versions.
             if not isinstance(self._policy, FSDPModule):
                 self._cache[identity] = state, value, scale
@@ -336,12 +360,12 @@ class DeployedForward(TrainerCallback):
             layer.module.weight_scale = scale
         return straight_through(value, master, *deltas) if needed else value
 
-    def _value(self, layer: _Layer, weight: Tensor, quantized: bool) -> tuple[Tensor, Tensor | None]:
-        args = self._weight_args if quantized else None
+    def _value(self, layer: _Layer, key: str, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        args = self._weight_args if key in layer.quantized else None
         if args is not None and layer.multiplies_numbers:
             numbers, scale = weight_numbers(weight, args)
             return numbers.to(torch.bfloat16), scale  # exactly
         value = weight if args is None else fake_quantize_weight(weight, args)
         if self._weights or self._compute:
-            value = value.to(torch.bfloat16)
+            value = value.to(layer.dtypes[key])
         return (value if self._compute else value.to(weight.dtype)), None

@@ -6,40 +6,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator, init_empty_weights
 from peft import PeftModel
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
 
 def base_model(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """Return the transformers model of a policy, without the PEFT model around it."""
     return policy.get_base_model() if isinstance(policy, PeftModel) else policy
-
-
-def in_served_dtype(model: PreTrainedModel, name: str, tensor: Tensor, **options: Any) -> Tensor:
-    """Return a tensor as engines hold it unquantized, with options of `Tensor.to`: in bfloat16, with exceptions.
-
-    Some architectures keep small tensors in float32, such as the bias that chooses DeepSeek's experts.
-    """
-    exact = any(part in name for part in model._keep_in_fp32_modules_strict)
-    return tensor.to(torch.bfloat16 if tensor.is_floating_point() and not exact else tensor.dtype, **options)
-
-
-def scaled_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Return the output of a head scaled and capped as its model does it, by the names that models give the settings.
-
-    Args:
-        logits: output of the head, any shape.
-        config: configuration of the text model.
-    """
-    values = config.to_dict()
-    scales = (values.get(name) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
-    scale = next((each for each in scales if each is not None), None)
-    if scale is None and (divisor := values.get("logits_scaling")) is not None:
-        scale = 1 / divisor
-    if scale is not None:
-        logits = logits * scale
-    cap = values.get("final_logit_softcapping")
-    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def with_positions(options: dict[str, Any]) -> dict[str, Any]:
@@ -92,10 +65,12 @@ def _identities(module: nn.Module) -> set[int]:
 
 
 def empty_copy(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the base architecture of a policy on the meta device, with names and shapes but without values.
+    """Return the base architecture of a policy on the meta device, with names, shapes and dtypes but without values.
 
-    Its embedding and output head are one tensor only where the policy's are. It is built without drawing from the
-    random state that a training run continues from.
+    The dtypes are those of the deployed policy, as transformers loads it in bfloat16: some architectures keep small
+    tensors in float32, such as the bias that chooses DeepSeek's experts, and some compute buffers in the dtype of the
+    model. Its embedding and output head are one tensor only where the policy's are. It is built without drawing from
+    the random state that a training run continues from.
     """
     base = base_model(policy)
     config = copy.deepcopy(base.config)
@@ -103,5 +78,16 @@ def empty_copy(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     vars(config).pop("quantization_config", None)  # a base that bitsandbytes has packed has no values here
     if not shares_embeddings(policy):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
-        return type(base)(config)
+    config.dtype = config.get_text_config().dtype = torch.bfloat16
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+            model = type(base)(config)
+    finally:
+        torch.set_default_dtype(default)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            exact = any(part in name for part in model._keep_in_fp32_modules_strict)
+            tensor.data = tensor.data.to(torch.float32 if exact else torch.bfloat16)
+    return model

@@ -21,6 +21,7 @@ from .fake_quantize import straight_through
 
 # Modules of a decoder layer in the families of Llama and Qwen. Others (Gemma, OLMo) add norms or move them.
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_NO_SCALES = {"hidden_size", "layer_idx", "sliding_window"}  # numbers of a layer that scale nothing
 
 
 def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: True) -> list[Callable[[], None]]:
@@ -48,8 +49,8 @@ def round_as_vllm(model: PreTrainedModel, active: Callable[[], bool] = lambda: T
 
 def _adds_plainly(layer: nn.Module) -> bool:
     # Granite, MiniMax and others scale the residual stream or what is added to it, by numbers or own parameters.
-    scales = [value for value in vars(layer).values() if isinstance(value, float)] + [*layer.parameters(recurse=False)]
-    return dict(layer.named_children()).keys() == _LAYER and not scales
+    numbers = [name for name, value in vars(layer).items() if type(value) in (int, float) and name not in _NO_SCALES]
+    return dict(layer.named_children()).keys() == _LAYER and not numbers and not [*layer.parameters(recurse=False)]
 
 
 class _Residual:

@@ -151,7 +151,7 @@ class Replica:
         quantization = resolve_scheme(scheme, self.model)
         for module in self.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                empty = torch.empty_like(parameter, dtype=torch.bfloat16, device=device)
+                empty = torch.empty_like(parameter, device=device)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
         self.model.tie_weights()
         self.model.to(device).eval()
@@ -269,10 +269,14 @@ class Replica:
         load_model(self.model, directory / _WEIGHTS_FILE)
 
     @torch.no_grad()
-    def read(self, input_ids: Tensor, attention_mask: Tensor) -> None:
-        """Read whole rows at once, shape (batch, length), as `generate` would read them token by token."""
+    def read(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Read whole rows at once, shape (batch, length), as `generate` would read them token by token.
+
+        Returns:
+            Hidden states from which `logits_of` computes logits, shape (batch, length, channels).
+        """
         rows = with_positions({"input_ids": input_ids, "attention_mask": attention_mask})
-        self.model(**rows, use_cache=False, logits_to_keep=1)
+        return self.model.base_model(**rows, use_cache=False).last_hidden_state
 
     @torch.inference_mode()
     def generate(

@@ -11,7 +11,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from ..files import locked_folder
 from ..quantization.adapter import require_adapter_beside, write_adapter
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.policy import base_model, in_served_dtype, unwrapped
+from ..quantization.policy import empty_copy, unwrapped
 from ..quantization.tensors import deployed_tensors, is_packed, policy_tensors
 from ..serving.client import LOADING, ServerClient, Weights
 from ..serving.completions import ended
@@ -325,10 +325,14 @@ class ServerGeneration(_DeployedGeneration):
         self._named_params = super()._iter_named_params()
         if self.weight_sync == "nccl":
             # The policy may be in float32, and half of it would be sent for nothing.
-            model = base_model(unwrapped(self.accelerator, self.model))
-            as_trained = self._named_params
-            self._named_params = ((name, in_served_dtype(model, name, weight)) for name, weight in as_trained)
+            dtypes, as_trained = self._served_dtypes, self._named_params
+            self._named_params = ((name, weight.to(dtypes.get(name, torch.bfloat16))) for name, weight in as_trained)
         return self._named_params
+
+    @cached_property
+    def _served_dtypes(self) -> dict[str, torch.dtype]:
+        served = empty_copy(unwrapped(self.accelerator, self.model))
+        return {name: parameter.dtype for name, parameter in served.named_parameters()}
 
 
 class ColocateGeneration(_DeployedGeneration):
