@@ -43,8 +43,8 @@ from .parts import parts_of
 from .parts.part import Parts, Rollout, Scores
 from .quantization.policy import unwrapped
 from .records.clock import EVALUATION, OTHER, PREFIX, PartsClock
-from .records.runs import DEPLOYMENT_FOLDER
-from .records.verdict import NOT_MEASURED, first_batch
+from .records.runs import DEPLOYMENT_FOLDER, Run
+from .records.verdict import NOT_MEASURED, first_batch, verdict_of
 from .run.card import CARD_FILE, complete_card, hub_dataset
 from .run.checkpoints import Checkpoints
 from .run.history import HistoryCallback
@@ -483,7 +483,8 @@ class DCGRPOTrainer(GRPOTrainer):
         λ starts at `lambda_init` again, or from its value in the checkpoint of `resume_from_checkpoint`. `True`
         selects the newest complete checkpoint in `output_dir`; `"auto"` does too, but the run starts from the
         beginning if there is none. A run whose steps are all done is not trained further: its weights are loaded, what
-        is still missing at its end (an evaluation, the deployment) is made, and the result is returned.
+        is still missing at its end (an evaluation, the deployment) is made, and the result is returned. At the end a
+        verdict is printed: whether the policy learned, and what the mismatch means.
 
         The directory is locked during training. If an error of a reward function, callback or server or Ctrl-C ends
         training early, the last step that ended is saved before the error is raised, with a note that says how to
@@ -510,6 +511,8 @@ class DCGRPOTrainer(GRPOTrainer):
                     self.sampler.start_again()  # vLLM still holds the last weights
                 if self.exports_at_end:
                     self.deployment.export(self.args.output_dir)
+                verdict = verdict_of(Run("", self.state.log_history, vars(self.args)))
+                self.accelerator.print(*verdict.lines, sep="\n")
                 return output
         finally:
             self.clock.stop()

@@ -118,14 +118,13 @@ def _end_early(trainer: DCGRPOTrainer, error: Exception, stack: ExitStack) -> Ou
 
 
 def summarize(trainer: DCGRPOTrainer) -> None:
-    """Print the run's verdict and what it changed, and save a summary beside the model."""
+    """Print what the run changed, and save a summary beside the model."""
     args, state = trainer.args, trainer.state
     engine = ", ".join(filter(None, ["vLLM" if args.use_vllm else None, args.deployment_scheme])) or "model.generate"
     logged = Run("", state.log_history, vars(args))
     tokens, seconds = state.num_input_tokens_seen, sum(trainer.clock.seconds().values())
     rows = [["tokens sampled and read", "", f"{tokens:,}"], ["training seconds", "", f"{seconds:.0f}"]]
     verdict = verdict_of(logged)
-    print("\n".join(verdict.lines))
     title = f"Deployed policy ({engine}), {state.global_step} steps, {args.constraint}"
     if isinstance(trainer.eval_dataset, Dataset):  # a stream has no size
         title += f", {len(trainer.eval_dataset)} held-out problems"

@@ -1,4 +1,4 @@
-"""Writes the report of a run: one HTML page with its figures, which loads nothing else.
+"""Says what a run's mismatch means and what to do next, and writes its report: one HTML page, which loads nothing else.
 
     dc-trl report runs/quickstart
     dc-trl report runs/quickstart --output report.html
@@ -10,6 +10,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from ..records.page import write_report
+from ..records.runs import read_run
+from ..records.verdict import verdict_of
 from ..settings.command_line import OptionParser
 from . import subcommand
 
@@ -28,4 +30,5 @@ def make_parser() -> OptionParser:
 @subcommand(make_parser)
 def main(args: Namespace) -> None:
     page = write_report(args.run, args.output or Path(args.run, PAGE), args.title)
+    print(*verdict_of(read_run(args.run)).lines, sep="\n")
     print(f"wrote {page}")

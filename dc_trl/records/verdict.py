@@ -17,6 +17,7 @@ from .runs import Run
 WINDOW = 10  # logged steps at each end of a run that are compared; in a short run, half of its steps
 _ENOUGH = 3  # logged steps at each end that are enough to distinguish a trend from noise
 _MOSTLY = 0.5  # share of cut-off completions above which this is the first thing to repair
+_LARGE_PENALTY = 0.1  # mean of a token; docs/collapsed.md
 _LOST = 0.5  # share of the reward of the first log
 # Metric → factor, up or down, by which no healthy run of ours has left its first log while it lost its reward.
 _MOVES = {"entropy": 2.0, "completions/mean_length": 1.5, "discrepancy/mean": 3.0, "kl": 3.0, "grad_norm": 10.0}
@@ -71,13 +72,9 @@ def destroyed(run: Run) -> str | None:
     another level has left its place; or gradients are not finite any more.
     """
     norms = run.columns.get("grad_norm", ((), [0.0]))[1]
-    rate = run.last("learning_rate")
-    remedy = (
-        f"learning_rate{'' if rate is None else f' (last {rate:.3g})'} is too high: begin again with a third of it"
-    )
-    remedy += ", from the model or from a checkpoint of before. docs/collapsed.md has the other causes"
+    remedy = _way_out(run)
     if not any(map(math.isfinite, norms[-_ENOUGH:])):
-        return f"The gradient is not finite at the end, and nothing more is learned. {remedy}."
+        return f"The gradient is not finite at the end, and nothing more is learned. Perhaps {remedy}."
     rewards = run.series("reward").values
     if len(rewards) <= _ENOUGH:
         return None
@@ -90,7 +87,23 @@ def destroyed(run: Run) -> str | None:
     if not moved:
         return None
     changes = ", ".join(f"{name} from {ends[name][0]:.3g} to {ends[name][1]:.3g}" for name in ("reward", *moved))
-    return f"The policy was destroyed: since the first log {changes}. {remedy}."
+    return f"The policy was destroyed: since the first log {changes}. Perhaps {remedy}."
+
+
+def _way_out(run: Run) -> str:
+    """Return what may have destroyed the policy, and what to set; a rate that is too high is the commonest cause."""
+    rate, age = run.last("learning_rate"), max(run.series("sync/age").values, default=0)
+    penalty = max(run.series("lagrangian/penalty_mean").values, default=0)
+    others = []
+    if age > 0:
+        others.append(f"weights up to {age:g} steps old sampled: set weight_sync_steps=1, or recipe='lag'")
+    if penalty > _LARGE_PENALTY:
+        others.append(f"the constraint took {penalty:.2g} from a token's advantage: set a lower lambda_max")
+    others.append(
+        f"learning_rate{'' if rate is None else f' (last {rate:.3g})'} is too high: begin again with a third of it, "
+        "from the model or from a checkpoint of before"
+    )
+    return f"{'. Or '.join(others)}. docs/collapsed.md has the other causes"
 
 
 def _within(first: float, last: float, factor: float) -> bool:
