@@ -1,4 +1,4 @@
-"""Says what a run's mismatch means and what to do next, and writes its report: one HTML page, which loads nothing else.
+"""Says what the mismatch of a run means and what to do next, and writes its report: one HTML page, complete in itself.
 
     dc-trl report runs/quickstart
     dc-trl report runs/quickstart --output report.html
