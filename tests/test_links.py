@@ -3,7 +3,6 @@
 import errno
 import os
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -129,7 +128,7 @@ def test_writers_replace_or_refuse(tmp_path, kind):
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_disk_that_is_full_names_the_file(small_disk):
+def test_a_disk_that_is_full_is_named_with_the_file_and_ends_nothing(small_disk, caplog):
     def fill(state, **kwargs):
         if state.global_step == 1:
             with suppress(OSError), open(small_disk / "filler", "ab", buffering=0) as file:
@@ -139,8 +138,6 @@ def test_a_disk_that_is_full_names_the_file(small_disk):
     trainer = make_trainer(
         small_disk / "run", rollout_func=Rollouts(), callbacks=[HistoryCallback(), On("on_step_begin", fill)]
     )
-    with refuses(OSError, os.strerror(errno.ENOSPC)) as raised:
-        trainer.train()
-    assert {"history.jsonl", "completions.json"} & {Path(raised.value.filename).name}
-    (note,) = raised.value.__notes__
-    assert "resume_from_checkpoint=true" in note
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert any(os.strerror(errno.ENOSPC) in line and "history.jsonl" in line for line in caplog.messages)

@@ -214,8 +214,11 @@ class CollapseMonitor:
                 self._rung.add(alarm.signal)
                 alarms.append(alarm)
         # All was well only as long as no other metric was in trouble.
-        until = min((each.sound_until for each in self._levels if each.beyond), default=step)
-        return [alarm._replace(sound_until=min(alarm.sound_until, until)) for alarm in alarms]
+        troubled = {each.metric: each.sound_until for each in self._levels if each.beyond and each.judged}
+        return [
+            alarm._replace(sound_until=min([alarm.sound_until, *(troubled | {alarm.metric: step}).values()]))
+            for alarm in alarms
+        ]
 
 
 class CollapseAlarmCallback(TrainerCallback):
