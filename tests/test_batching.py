@@ -85,6 +85,7 @@ def test_rows_lose_nothing_but_padding(lengths, multiple, seed):
     part = trimmed(take(batch, rows), multiple)
     up = (lambda value: value) if multiple is None else (lambda value: -(-value // multiple) * multiple)
     prompt, width = (max(up(lengths[row][side]) for row in rows) for side in (0, 1))
+    width = max(width, 2)  # of one column TRL would think that it has a value for each trajectory
     assert part["prompt_ids"].shape == (len(rows), prompt)
     for name in ("completion_ids", "tool_mask", "old_per_token_logps"):
         assert torch.equal(part[name], batch[name][rows][:, :width])
@@ -98,19 +99,19 @@ def test_rows_lose_nothing_but_padding(lengths, multiple, seed):
 
 
 def test_kept_tokens_are_cut_with_their_positions():
-    """Row 1 is masked: of its four kept tokens the first two belong to the position that is left."""
+    """Row 1 is masked: of its four kept tokens the first three belong to the positions that are left."""
     batch = batch_of([Length(1, 1), Length(1, 3)], prompt_width=1, width=4)
     batch["completion_mask"][1] = 0
     batch["kept_counts"] = torch.tensor([[1, 0, 0], [2, 1, 1]], dtype=torch.int32)
     batch["kept_ids"] = torch.tensor([[9, -1, -1, -1], [5, 6, 7, 8]], dtype=torch.int32)
-    batch["named_counts"] = torch.tensor([[2, 0, 0], [2, 2, 0]], dtype=torch.int32)
+    batch["named_counts"] = torch.tensor([[2, 0, 0], [2, 1, 1]], dtype=torch.int32)
     batch["named_ids"] = torch.tensor([[8, 7, -1, -1], [6, 5, 4, 3]], dtype=torch.int32)
     batch["named_logps"] = torch.tensor([[-1.0, -2.0, 0.0, 0.0], [-3.0, -4.0, -5.0, -6.0]])
     part = trimmed(batch)
-    assert part["kept_counts"].tolist() == [[1], [2]]
-    assert part["kept_ids"].tolist() == [[9, -1], [5, 6]]
-    assert part["named_ids"].tolist() == [[8, 7], [6, 5]]
-    assert part["named_logps"].tolist() == [[-1.0, -2.0], [-3.0, -4.0]]
+    assert part["kept_counts"].tolist() == [[1, 0], [2, 1]]
+    assert part["kept_ids"].tolist() == [[9, -1, -1], [5, 6, 7]]
+    assert part["named_ids"].tolist() == [[8, 7, -1], [6, 5, 4]]
+    assert part["named_logps"].tolist() == [[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]]
 
 
 def test_images_go_with_their_rows():

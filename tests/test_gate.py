@@ -23,6 +23,7 @@ from transformers import (
     GPT2LMHeadModel,
     Qwen3Config,
     Qwen3ForSequenceClassification,
+    RecurrentGemmaConfig,
     Trainer,
 )
 
@@ -32,7 +33,16 @@ from dc_trl.command.train import main
 from dc_trl.gate import _look_at, warn_of_rounding
 from dc_trl.grading.checked_reward import checked_reward, is_async, require_rewards
 
-from .helpers import at_server, distinct_characters, make_config, make_model, make_prompts, make_tokenizer, refuses
+from .helpers import (
+    at_server,
+    distinct_characters,
+    make_config,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+    random_model,
+    refuses,
+)
 from .stub_server import stub_server
 from .vllm_server import requires_vllm
 
@@ -220,6 +230,11 @@ def with_adapter(tmp_path, **options):
     return PeftModel.from_pretrained(make_model(), adapter(tmp_path / "adapter"), **options)
 
 
+def capped_otherwise():
+    """By a field that TRL's fused head does not read."""
+    return random_model(RecurrentGemmaConfig, block_types=["attention"], logits_soft_cap=2.0)
+
+
 def of_rows(*prompts):
     """Rows enough for a generation batch, these first."""
     return [{"prompt": prompt} for prompt in [*prompts, *["1+1="] * 4]]
@@ -236,6 +251,7 @@ TABLE = {"question": ["1+1="] * 4, "solution": ["2"] * 4}
 # Each by what is passed in place of what `build` passes (a function is called with a folder), and what is said of it.
 REFUSED = {
     "not trainable": (lambda t: {"model": with_adapter(t)}, ["no trainable parameter", "is_trainable=True"]),
+    "logits unknown to TRL": (lambda t: {"model": capped_otherwise()}, ["RecurrentGemmaForCausalLM", "another"]),
     "no rows": ({"rows": Dataset.from_dict({"prompt": []})}, ["train_dataset has 0 rows"]),
     "a split too many": ({"rows": DatasetDict({"train": make_prompts()})}, ["train_dataset is a DatasetDict"]),
     "another column": ({"rows": Dataset.from_dict(TABLE)}, ["'question', 'solution'", "rename_column(..., 'prompt')"]),

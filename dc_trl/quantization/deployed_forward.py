@@ -178,7 +178,8 @@ class DeployedForward(TrainerCallback):
         self._within_policy = False  # whether the whole policy runs forward, and not its backbone alone
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
-        tensors = chain(architecture.named_parameters(remove_duplicate=False), architecture.named_buffers())
+        of_architecture = (architecture.named_parameters, architecture.named_buffers)
+        tensors = chain.from_iterable(named(remove_duplicate=False) for named in of_architecture)
         deployed_dtypes = {name: tensor.dtype for name, tensor in tensors}
         quantized_layers = {*quantized_linears(architecture), *fused_experts(architecture)}
         beside = lora_deployment == "adapter"
@@ -187,13 +188,11 @@ class DeployedForward(TrainerCallback):
         in_head = set() if head is None else set(head.modules())
         self._head: list[_Layer] = []
         for name, module, merged in _layers_of(base, ""):
-            dtypes = {
-                key: deployed_dtypes.get(f"{name}.{key}" if name else key, torch.bfloat16)
-                for key in (*_own_parameters(module), *_buffers(module))
-            }
-            for key, buffer in _buffers(module).items():
-                if not compute or dtypes[key] == buffer.dtype:
-                    del dtypes[key]
+            prefix = f"{name}." if name else ""
+            dtypes = {key: deployed_dtypes.get(prefix + key, torch.bfloat16) for key in _own_parameters(module)}
+            for key, buffer in _buffers(module).items() if compute else ():
+                if (dtype := deployed_dtypes.get(prefix + key, buffer.dtype)) != buffer.dtype:
+                    dtypes[key] = dtype
             of_layer = {key for key in dtypes if f"{name}.{key}" in quantized}
             layer = _Layer(module, merged if adapters and not beside else (), of_layer, dtypes)
             if not dtypes:

@@ -57,15 +57,15 @@ class FusedHead(nn.Module):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         dtype = torch.float32 if in_float32 else dtype
-        self.weight = _whole(head.weight).to(dtype)
-        self.bias = None if head.bias is None else _whole(head.bias).to(dtype)
+        self.weight = _gathered(head.weight).to(dtype)
+        self.bias = None if head.bias is None else _gathered(head.bias).to(dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         product = functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         return product.to(torch.promote_types(product.dtype, torch.float32))
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
