@@ -526,7 +526,8 @@ def test_on_a_gpu_the_colocated_engine_of_a_mixture_takes_new_weights(make, tmp_
     """TRL's own constructor of the engine, and our argument of it; that it is vLLM's says `test_server.py`."""
     built = []
     config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto"))
-    engine = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace()))
+    parts = SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace())
+    engine = SimpleNamespace(llm_engine=parts, generate=list)
     monkeypatch.setattr(vllm_generation, "LLM", lambda **arguments: built.append(arguments) or engine)
     accelerator = Accelerator(cpu=True)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
