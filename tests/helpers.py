@@ -252,10 +252,11 @@ def make_trainer(output_dir: Any, model: Any = None, reward: Any = None, kind: A
     """A trainer of a random model. Options are arguments of the trainer, and fields of its configuration."""
     names = inspect.signature(GRPOTrainer).parameters.keys()
     arguments = {name: options.pop(name) for name in names & options.keys()}
+    config = make_config(output_dir, **options)
     return kind(
         make_model() if model is None else model,
         reward or distinct_characters,
-        make_config(output_dir, **options),
+        plain_config(config) if kind is GRPOTrainer else config,
         **{"train_dataset": make_prompts(), "processing_class": make_tokenizer()} | arguments,
     )
 

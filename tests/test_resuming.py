@@ -101,11 +101,8 @@ def test_a_step_that_no_run_can_have_come_to_is_a_defect(checkpoint, step):
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"global_step": step}))
     assert f"global_step={step!r}" in checkpoint_defect(checkpoint)
-    if step == 10**30:  # and one that hides it ends all the same
-        path.write_text(json.dumps(state | {"global_step": step, "max_steps": step}))
-        trainer = make_trainer(checkpoint.parent)
-        trainer.train(resume_from_checkpoint=str(checkpoint))
-        assert len(logged(trainer, "loss")) == 1
+    path.write_text(json.dumps(state | {"global_step": step, "max_steps": step}))
+    assert f"global_step={step!r}" in checkpoint_defect(checkpoint)
 
 
 def test_what_cannot_be_loaded_is_not_said_to_be_saved(checkpoint):

@@ -224,7 +224,7 @@ def test_a_lag_is_judged_by_what_the_weights_did():
         assert message.startswith("constraint='none' with discrepancy/lag_k3_kl=0.0123, above 0.01, ")
         assert "recipe='lag'" in message
         assert warning_of(None, correction, 5.0, 0) is None  # in step nothing lags
-        assert warning_of(None, correction, math.nan, 3) is None
+        assert "discrepancy/k3_kl=nan" in warning_of(None, correction, math.nan, 3)  # not known to be low
     assert warning_of(None, "none", 0.01, 3) is None
     message = warning_of(None, "none", 0.0123, 3)
     assert message.startswith("constraint='none' with discrepancy/k3_kl=0.0123, above 0.01, ")

@@ -36,7 +36,7 @@ MEASURED = {
 }
 ENDED = "ended/"  # begins the metric, at the last step, whose name says what ended a run before its time
 TRAINER_STATE_FILE = "trainer_state.json"  # of a checkpoint: the file that transformers writes last
-_STEP = Range(least=0, most=2**63 - 1, whole=True)
+STEP = Range(least=0, most=2**63 - 1, whole=True)  # an optimizer step
 _DEFAULTS = {field.name: default_of(field) for field in fields(ConstraintSettings)} | {"seed": 42}
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class History:
                     row = json.loads(line)
                 except (ValueError, RecursionError):
                     row = None
-                if isinstance(row, dict) and _STEP.allows(row.get("step")):
+                if isinstance(row, dict) and STEP.allows(row.get("step")):
                     yield row
                 else:
                     left_out.append(number)

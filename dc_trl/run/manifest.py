@@ -19,8 +19,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..files import read_object, set_aside, sync_to_disk, write_bytes
-from ..records.runs import DEPLOYMENT_FOLDER, TRAINER_STATE_FILE
-from ..settings.ranges import WHOLE, Range
+from ..records.runs import DEPLOYMENT_FOLDER, STEP, TRAINER_STATE_FILE
+from ..settings.ranges import Range
 
 
 STATE_FILE = "dc_grpo_state.json"
@@ -140,7 +140,7 @@ def checkpoint_defect(folder: Path, contents: bool = True) -> str | None:
         if contents and entry.get("xxh3", hashed := _hash(folder / name)) != hashed:
             return f"holds {name} with other contents than were saved (XXH3 {hashed}): it was damaged or replaced"
     step, steps = progress.get("global_step"), progress.get("max_steps")
-    if not WHOLE.allows(steps) or not Range(least=0, most=steps or 0, whole=True).allows(step):
+    if not STEP.allows(steps) or not Range(least=0, most=steps or 0, whole=True).allows(step):
         return f"has come to global_step={step!r} of max_steps={steps!r}: its {TRAINER_STATE_FILE} was damaged"
     # DeepSpeed keeps its optimizer in the folder that the file `latest` names.
     if not any(folder.glob("optimizer*")) and not (folder / "latest").is_file():
