@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -234,8 +235,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("setting", ["one", "pool", "router"])
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    ("setting", "other"),
+    [*(("one", other) for other in OTHERS), *product(["pool", "router"], ["scheme", "context"])],
+)
 def test_a_server_that_comes_back_as_another_one_is_not_used(stubs, weights, tmp_path, caplog, setting, other):
     path, usual, changed, word = OTHERS[other]
     urls = [stub.url for stub in stubs]
