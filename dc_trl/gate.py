@@ -241,7 +241,7 @@ def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[l
 def _to_prompt(name: str, table: dict[str, list[Any]]) -> str:
     """Return how a data set with such columns gets the column `prompt`, without the answers."""
     for column, (value, *_) in table.items():
-        if isinstance(value, list) and value and isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
+        if ends_with_answer(value):
             return f"{column!r} ends with the answer: {name}.map(lambda row: {{'prompt': row[{column!r}][:-1]}})"
     return f"rename the one of what is asked, without the answer, by {name}.rename_column(..., 'prompt')"
 

@@ -133,10 +133,8 @@ class Constraint:
             return Report({}, [_NOTHING_MEASURED])
         settings, warnings = self._settings, []
         multiplier, target = None if self.form is None else self.multiplier, settings.constraint_target
-        metrics, mean = (
-            batch_metrics(sums, multiplier, target, bool(self.restrictions)),
-            mean_discrepancy(sums, target),
-        )
+        metrics = batch_metrics(sums, multiplier, target, bool(self.restrictions))
+        mean = mean_discrepancy(sums, target)
         if mean is None:
             warnings.append(f"rollout_correction={settings.rollout_correction!r} masks all tokens: λ stays as it is.")
         if mode == "train":

@@ -208,7 +208,8 @@ def parts_of(message: Mapping[str, Any]) -> list[Any]:
 
 def ends_with_answer(prompt: Any) -> bool:
     """Return whether the last message of a conversation is the assistant's, which the policy would read."""
-    return isinstance(prompt, list) and bool(prompt) and prompt[-1]["role"] == "assistant"
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def text_of_prompt(prompt: Any) -> str:

@@ -41,10 +41,14 @@ def write_report(run_dir: str | PathLike[str], path: str | PathLike[str], title:
     Raises:
         ValueError: the directory holds no run or a damaged one, or the path is not that of a page.
     """
+    return write_page(read_run(run_dir), path, title)
+
+
+def write_page(run: Run, path: str | PathLike[str], title: str | None = None) -> Path:
+    """Write the page of a run that has been read; see `write_report`."""
     page_path = Path(path)
     if page_path.suffix != ".html":
         raise ValueError(f"output='{page_path}' is no page: give a file whose name ends in .html.")
-    run = read_run(run_dir)
     page = _TEMPLATES.get_template("page.html").render(
         title=title or f"Run {run.name}",
         subtitle=f"dc_trl {__version__}",
