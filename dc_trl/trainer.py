@@ -49,6 +49,7 @@ from .run.card import CARD_FILE, complete_card, hub_dataset
 from .run.checkpoints import Checkpoints
 from .run.history import HistoryCallback
 from .run.manifest import on_main_process
+from .run.printed_logs import BRIEF
 from .run.push import HubClient, without_token
 from .run.resuming import given_rates, load_saved_weights, own_adapters, position_in_data
 from .run.training_run import TrainingRun
@@ -234,11 +235,11 @@ class DCGRPOTrainer(GRPOTrainer):
                 plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
     def add_callback(self, callback):
-        """Add a callback; a `HistoryCallback` replaces the trainer's own."""
+        """Add a callback; a `HistoryCallback` replaces the trainer's own, and transformers' printed logs are brief."""
         if self._own_history is not None and _keeps_history(callback):
             self.remove_callback(HistoryCallback)
             self._own_history = None
-        super().add_callback(callback)
+        super().add_callback(BRIEF.get(callback, callback) if isinstance(callback, type) else callback)
 
     # Attributes of TRL
     _buffered_inputs: Any

@@ -298,6 +298,7 @@ def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
         assert cells[0] == f"replica:{scheme}"  # as the command line names it
         assert all(cell in output for cell in cells)
     assert "Avg." not in output  # of one benchmark
+    assert "average" not in output
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """What a run shows from its first line to its last: bars, units, seconds, and what its summary compares."""
 
+import ast
 import logging
 
 import pytest
 from transformers.utils import logging as transformers_logging
+from trl import GRPOTrainer
 
 from dc_trl import HistoryCallback
 from dc_trl.callbacks.before_and_after import BeforeAndAfter
@@ -11,10 +13,10 @@ from dc_trl.command.arguments import WatchArguments
 from dc_trl.command.build import add_callbacks
 from dc_trl.command.finish import summarize
 from dc_trl.records.outcome import outcome_table
-from dc_trl.records.runs import read_run
+from dc_trl.records.runs import Run, outcome, read_history, read_run
 from dc_trl.records.verdict import verdict_of
 
-from .helpers import make_prompts, make_trainer, read_json
+from .helpers import On, make_prompts, make_trainer, read_json
 
 
 def trained(output_dir, held_out=8, between=False, reward=None, **fields):
@@ -69,6 +71,42 @@ def test_the_last_steps_are_logged_where_an_evaluation_follows_them(tmp_path):
     assert rewards[1].steps == [1, 2, 3]
     assert rewards[10] == ([3], [pytest.approx(sum(rewards[1].values) / 3)])
     assert not any("Nothing was learned" in line or "not measured" in line for line in verdict_of(run).lines)
+
+
+@pytest.mark.parametrize("disable_tqdm", [True, False])
+def test_a_printed_log_has_trls_metrics_and_few_of_ours(tmp_path, capsys, disable_tqdm):
+    """History and trackers have all."""
+    tracked = []
+    fields = {"max_steps": 1, "disable_tqdm": disable_tqdm}
+    tracker = On("on_log", lambda state, logs, **_: tracked.append(dict(logs)))
+    make_trainer(tmp_path / "trl", kind=GRPOTrainer, **fields).train()
+    ours = make_trainer(tmp_path / "ours", deployment_scheme="fp8", callbacks=[HistoryCallback(), tracker], **fields)
+    ours.train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{'loss'")]
+    by_trl, printed = (ast.literal_eval(line).keys() for line in lines)
+    assert printed - by_trl == {"discrepancy/mean", "discrepancy/k3_kl", "lagrangian/lambda"}
+    assert by_trl <= printed
+    assert {"discrepancy/ess", "lagrangian/violation", "time/loss"} <= tracked[0].keys()
+    assert tracked[0].keys() | {"step"} == read_history(tmp_path / "ours" / "history.jsonl")[0].keys()
+
+
+def test_an_evaluation_of_before_is_not_shown_as_after(tmp_path, capsys):
+    """Its step is named where the run has measured nothing later."""
+    calls = []
+
+    def at_first(completions, **kwargs):
+        calls.append(completions)
+        return [1.0 if len(calls) == 1 else None] * len(completions)
+
+    _, summary = trained(tmp_path, reward=at_first)
+    assert "reward" in summary["before"]
+    assert "reward" not in summary["after"]
+    assert "discrepancy" in summary["after"]
+    row = next(line for line in capsys.readouterr().out.splitlines() if "sampled reward" in line)
+    assert row.split("│")[2].strip() == "1"
+    assert row.split("│")[3].strip() == ""
+    going_on = Run("", [{"step": 0, "eval_reward": 0.5}, {"step": 4, "eval_reward": 0.25}, {"step": 9, "reward": 0.5}])
+    assert outcome(going_on) == [["sampled reward", "0.5", "0.25 (step 4)"]]
 
 
 def test_bars_say_what_is_evaluated(tmp_path, capsys):

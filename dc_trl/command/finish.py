@@ -125,17 +125,17 @@ def summarize(trainer: DCGRPOTrainer) -> None:
     tokens, seconds = state.num_input_tokens_seen, sum(trainer.clock.seconds().values())
     rows = [["tokens sampled and read", "", f"{tokens:,}"], ["training seconds", "", f"{seconds:.0f}"]]
     verdict = verdict_of(logged)
-    title = f"Deployed policy ({engine}), {state.global_step} steps, {args.constraint}"
+    title = f"Deployed policy ({engine}) after step {state.global_step}, constraint {args.constraint}"
     if isinstance(trainer.eval_dataset, Dataset):  # a stream has no size
-        title += f", {len(trainer.eval_dataset)} held-out problems"
+        title += f", held-out problems: {len(trainer.eval_dataset)}"
     print_table(("", "before", "after"), [*outcome(logged), *rows], title)
-    measured = {name: logged.series(metric).values for name, metric in MEASURED.items()}
+    measured = {name: logged.series(metric).by_step() for name, metric in MEASURED.items()}
     summary = {
         "engine": engine,
         "constraint": args.constraint,
         "steps": state.global_step,
-        "before": {name: values[0] for name, values in measured.items() if values},
-        "after": {name: values[-1] for name, values in measured.items() if values},
+        "before": {name: values[0] for name, values in measured.items() if 0 in values},
+        "after": {name: values[state.global_step] for name, values in measured.items() if state.global_step in values},
         "lambda": trainer.lagrange_multiplier.value,
         "tokens": tokens,
         "seconds": seconds,

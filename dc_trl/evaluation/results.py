@@ -187,6 +187,8 @@ def comparison_table(first: Evaluation, second: Evaluation, differences: dict[st
     rows = []
     for name, difference in differences.items():
         names = differences.keys() - {"average"} if name == "average" else [name]
+        if name == "average" and len(names) == 1:
+            continue
         a, b = (fmean(e.results[each].avg.value for each in names) for e in (first, second))
         interval, p_value = "–", "–"
         if difference.p_value is not None:

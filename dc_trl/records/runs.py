@@ -190,7 +190,10 @@ def benchmark_metrics(run: Run) -> dict[str, str]:
 
 
 def outcome(run: Run) -> list[list[str]]:
-    """Return a row for each result of a run: its name, and the first and the last value that the run measured."""
+    """Return a row for each result of a run: its name, and the first and the last value that the run measured.
+
+    The step of a last value is named if the run went on after it.
+    """
     held_out = MEASURED["discrepancy"]
     metrics = {
         "greedy reward": GREEDY,
@@ -207,5 +210,7 @@ def outcome(run: Run) -> list[list[str]]:
             for step, value in zip(*series, strict=True)
         ]
         if values:
-            rows.append([label, values[0], values[-1] if len(values) > 1 else ""])
+            at = series.steps[-1]
+            last = values[-1] if at == run.steps else f"{values[-1]} (step {at})"
+            rows.append([label, values[0], last if len(values) > 1 else ""])
     return rows

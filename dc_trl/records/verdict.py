@@ -96,7 +96,7 @@ def _way_out(run: Run) -> str:
     penalty = max(run.series("lagrangian/penalty_mean").values, default=0)
     others = []
     if age > 0:
-        others.append(f"weights up to {age:g} steps old sampled: set weight_sync_steps=1, or recipe='lag'")
+        others.append(f"the sampler's weights lag (sync/age up to {age:g}): set weight_sync_steps=1, or recipe='lag'")
     if penalty > _LARGE_PENALTY:
         others.append(f"the constraint took {penalty:.2g} from a token's advantage: set a lower lambda_max")
     others.append(
