@@ -2,6 +2,7 @@
 
 import html
 import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -19,7 +20,7 @@ from dc_trl.command import COMMANDS
 from dc_trl.command.arguments import ARGUMENTS
 from dc_trl.settings.contradictions import CONTRADICTIONS
 
-from .helpers import ROOT, code_blocks
+from .helpers import ROOT, code_blocks, succeed
 from .vllm_server import requires_vllm
 
 
@@ -61,6 +62,28 @@ def test_the_python_reference_lists_every_public_name():
     (block,) = code_blocks(page("api.md"), "{eval-rst}")
     listed = re.search(r"autosummary::\n\n((?: {3}\w+\n)+)", block)[1].split()
     assert sorted(listed) == [name for name in dc_trl.__all__ if name != "__version__"]
+
+
+def test_messages_name_pages_that_exist_at_the_address_of_the_project(tmp_path):
+    """In an installed package with a repository, and in a clone."""
+    files = sorted((ROOT / "dc_trl").rglob("*.py"))
+    named = {name for file in files for name in re.findall(r"(?:docs|\{DOCS\})/(\w+)\.md", file.read_text())}
+    assert {"which_one", "corrections"} <= named
+    assert not [name for name in named if not (DOCS / f"{name}.md").is_file()]
+    code = (
+        "from dc_trl.constraint.thresholds import reading_of_lag; from dc_trl.constraint.settings import *; "
+        "print(reading_of_lag(1.0), ConstraintSettings.__dataclass_fields__['rollout_correction'].metadata['help'])"
+    )
+    for url, place in (
+        ("Paper, https://a.org", "docs"),
+        ("Repository, https://a.org/b", "https://a.org/b/blob/main/docs"),
+    ):
+        (tmp_path / "dc_trl-9.dist-info").mkdir(exist_ok=True)
+        (tmp_path / "dc_trl-9.dist-info" / "METADATA").write_text(f"Name: dc_trl\nVersion: 9\nProject-URL: {url}\n")
+        environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        said = succeed([sys.executable, "-c", code], env=environment, cwd=tmp_path).stdout
+        assert f"see {place}/which_one.md" in said
+        assert f"see {place}/corrections.md" in said
 
 
 def test_an_earlier_name_goes_on_working():

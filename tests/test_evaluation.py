@@ -204,7 +204,7 @@ def test_gold_answers_that_cannot_be_graded_count_nowhere():
     assert result.per_problem == {"a": pytest.approx(2 / 3), "c": 0.0}
     assert result.maj.value == 0.5
     assert result.pass_at[2].value == pytest.approx(0.5)
-    with refuses(ValueError, "benchmark 'made'", "docs/rewards.md"):
+    with refuses(ValueError, "benchmark 'made'", "rewards.md"):
         benchmark_result("made", ["b"], 3, samples)
 
 

@@ -106,7 +106,7 @@ def needs_solution(completions, solution, **kwargs):
 
 # A name; what makes the model's folder; other settings; and what the refusal has to name.
 MISTAKES = [
-    ("adapter", adapter, {}, ["holds an adapter", "docs/lora.md"]),
+    ("adapter", adapter, {}, ["holds an adapter", "lora.md"]),
     ("no model", lambda folder: folder.mkdir() or folder, {}, ["has no config.json"]),
     ("a run's deployment", deployment, {}, ["is quantized (compressed-tensors)", "like a run's deployment/"]),
     ("no end token", lambda f: saved(f, make_model(), tokenizer_with(eos_token=None)), {}, ["has no eos_token"]),

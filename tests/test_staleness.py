@@ -300,5 +300,5 @@ def test_a_tall_model_is_judged_by_the_lag_alone(tmp_path, caplog, learning_rate
     )
     trainer.train()
     assert logged(trainer, "discrepancy/k3_kl")[0] > 10 * FAR
-    found = [text for text in caplog.messages if "docs/which_one.md" in text]
+    found = [text for text in caplog.messages if "which_one.md" in text]
     assert [f"discrepancy/{warned}=" in text for text in found] == [True] * (warned is not None)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import statistics
 
 import pytest
@@ -106,8 +107,8 @@ def test_a_mismatch_that_is_not_a_number_is_not_said_to_be_small(k3):
     for row in run.history[-9:-1]:
         row["discrepancy/k3_kl"] = k3
     assert "none is needed" not in verdict_of(run).lines[-1]
-    lagging = run_of([0.5] * 20, 0.1, LAGGING, **{"discrepancy/lag_k3_kl": k3})
-    assert "above" in verdict_of(lagging).lines[-1]
+    lagging = run_of([0.5] * 20, 0.1, **{"sync/age": 4.0, "discrepancy/lag_k3_kl": k3})
+    assert "above 0.01" in verdict_of(lagging).lines[1]
     assert drift_warning(ConstraintSettings(), {"discrepancy/k3_kl": k3, "discrepancy/lag_k3_kl": k3}, 1)
 
 
@@ -117,24 +118,35 @@ def test_a_difference_that_is_not_a_number_is_not_shown():
     assert verdict(found, "better", "worse") == "not shown to differ"
 
 
-LAGGING = {"weight_sync_steps": 4}
+@pytest.mark.parametrize(
+    ("k3", "others", "says"),
+    [  # the bounds of docs/which_one.md
+        (0.0049, {}, "below 0.005"),
+        (0.0051, {}, "above 0.005"),
+        (0.3, {"sync/age": 1, "discrepancy/lag_k3_kl": 0.0019}, "below 0.002"),  # whatever a deep model has in step
+        (0.3, {"sync/age": 1, "discrepancy/lag_k3_kl": 0.0021}, "above 0.002"),
+        (0.3, {"sync/age": 1, "discrepancy/lag_k3_kl": 0.0101}, "above 0.01"),
+        (0.3, {"sync/age": 1}, "discrepancy_split=True"),
+        (None, {}, "not measured"),
+    ],
+)
+def test_the_mismatch_is_read_by_the_bounds_of_the_study(k3, others, says):
+    assert says in verdict_of(run_of([0.5] * 4, k3, **others)).lines[1]
 
 
 @pytest.mark.parametrize(
-    ("k3", "lag", "settings", "says"),
-    [  # the bounds of docs/which_one.md
-        (0.0049, None, {}, "below 0.005"),
-        (0.0051, None, {}, "above 0.005"),
-        (0.3, 0.0019, LAGGING, "below 0.002"),  # of a deep model in FP8, whatever it has in step
-        (0.3, 0.0021, LAGGING, "above 0.002"),
-        (0.3, 0.0101, {"rollout_overlap": True}, "above 0.01"),
-        (0.3, None, LAGGING, "discrepancy_split=True"),
-        (None, None, {}, "not measured"),
-    ],
+    ("of_lag", "says"), [(0.0, "within the noise"), (0.006, "lag adds 0.0062, above 0.002"), (0.2, "above 0.01")]
 )
-def test_the_mismatch_is_read_by_the_bounds_of_the_study(k3, lag, settings, says):
-    others = {} if lag is None else {"discrepancy/lag_k3_kl": lag}
-    assert says in verdict_of(run_of([0.5] * 4, k3, settings, **others)).lines[-1]
+def test_batches_in_step_tell_the_engines_part_of_a_run_that_lags(of_lag, says):
+    """A deep model in FP8, with new weights every four steps: k3 is 0.05 by its engine alone."""
+    rng = random.Random(0)
+    run = run_of([0.5] * 40, 0.0)
+    for step, row in enumerate(run.history[:-1]):
+        row |= {"sync/age": step % 4, "discrepancy/k3_kl": 0.05 + rng.gauss(0, 0.001) + of_lag * (step % 4 > 0)}
+    _, lag, engine = verdict_of(run).lines
+    assert says in lag
+    assert re.search(r"in step: 0\.05\.|0\.05 in step", lag)
+    assert "The engine's part is k3 0.05 nats, above 0.005" in engine
 
 
 def test_the_lag_is_read_from_batches_that_lag():
@@ -143,10 +155,10 @@ def test_the_lag_is_read_from_batches_that_lag():
         {"step": step, "reward": 0.5, "discrepancy/k3_kl": 0.1, "sync/age": step % 4, "discrepancy/lag_k3_kl": k3}
         for step, k3 in enumerate([0.0, 0.003, 0.004, 0.005] * 5)
     ]
-    assert "k3 0.004 nats" in verdict_of(Run("run", rows, LAGGING)).lines[-1]
+    assert "k3 0.004 nats" in verdict_of(Run("run", rows)).lines[1]
     for row in rows:
         row["discrepancy/lag_k3_kl"] = 0.0
-    assert "k3 0 nats" in verdict_of(Run("run", rows, LAGGING)).lines[-1]
+    assert "k3 0 nats" in verdict_of(Run("run", rows)).lines[1]
 
 
 @pytest.mark.parametrize("zero", [False, True])

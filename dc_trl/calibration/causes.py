@@ -32,6 +32,7 @@ from ..quantization.deployed_forward import DeployedForward
 from ..quantization.policy import base_model, empty_copy
 from ..quantization.schemes import quantized_linears, quantizes_cache, resolve_scheme
 from ..records.estimators import Estimate
+from ..version import DOCS
 from .comparison import Array, Ratio, ScoredTokens, ratio_estimate
 from .result import CalibrationSettings, Diagnosis, EngineMismatch, Split
 from .rollouts import EngineSample, Policy, sampled_logps
@@ -237,7 +238,7 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
     if kl.high < NO_REMEDY_IN_STEP:
         return [
             f"Nothing is needed: KL(π_inf ‖ π_train) is {kl.value:.1e} nats, at most {kl.high:.1e}, and below "
-            f"{NO_REMEDY_IN_STEP:g}, up to which no remedy was shown to help our tiny models; see docs/which_one.md."
+            f"{NO_REMEDY_IN_STEP:g}, up to which no remedy was shown to help our tiny models; see {DOCS}/which_one.md."
         ]
     whole, rest, floor = split.whole.value, split.unexplained.value, split.floor.value
     if not np.isfinite(kl.value + whole + rest + floor):
@@ -263,11 +264,11 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
         if rest > _OF_THE_FLOOR * floor:
             advice += (
                 "If the engine is a server, check first that its checkpoint has these weights, in this dtype, and "
-                "that it runs without tensor parallelism (docs/aligned.md). For a mixture of experts, set "
+                f"that it runs without tensor parallelism ({DOCS}/aligned.md). For a mixture of experts, set "
                 "routing_replay: true, which takes the engine's experts. "
             )
         found.append(
             f"{advice}In our runs with a sampler that does not lag, no constraint and no correction was seen to help, "
-            f"and above a KL of {PULLS_HARM_IN_STEP:g} nats a pull to it lost most of the reward; see docs/study.md."
+            f"and above a KL of {PULLS_HARM_IN_STEP:g} nats a pull to it lost most of the reward; see {DOCS}/study.md."
         )
     return found[::-1] if rest > causes else found

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from ..records.estimators import Estimate
 from ..records.tables import TableRows, print_table
+from ..version import DOCS
 from .result import Calibration, Diagnosis, EngineMismatch, Tolerance
 
 
@@ -49,7 +50,7 @@ def print_calibration(calibration: Calibration) -> None:
     for engine in calibration.engines:
         for note in engine.notes:
             print(f"NOTE, {engine.engine}: {note}")
-    print("For constraint: lagrangian alone (docs/calibration.md, the rule for ε):")
+    print(f"For constraint: lagrangian alone ({DOCS}/calibration.md, the rule for ε):")
     for engine in calibration.engines:
         print(f"  {engine.tolerance.config_line}  # {engine.engine}, measured on {settings['prompts']} prompts")
     for engine in calibration.engines:

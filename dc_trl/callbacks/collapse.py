@@ -21,6 +21,7 @@ from ..records.verdict import destroyed
 from ..run.manifest import checkpoints
 from ..settings.ranges import Range, require_number
 from ..trainer import DCGRPOTrainer
+from ..version import DOCS
 
 
 logger = logging.get_logger(__name__)
@@ -48,7 +49,7 @@ class Alarm(NamedTuple):
         well = f"all was well until step {self.sound_until}" if self.sound_until else "no step is known to be well"
         return (
             f"Collapse alarm at step {self.step}, {self.signal}: {self.metric} is {self.value:.4g} (reference "
-            f"{self.reference:.4g}, alarm at {self.threshold:.4g}); {well}. docs/metrics.md says what to try."
+            f"{self.reference:.4g}, alarm at {self.threshold:.4g}); {well}. {DOCS}/metrics.md says what to try."
         )
 
 

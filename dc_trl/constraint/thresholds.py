@@ -8,6 +8,7 @@ whose models are tiny; docs/which_one.md says what to do on either side of each.
 
 from collections.abc import Mapping
 
+from ..version import DOCS
 from .settings import PUSHES, ConstraintSettings, Part
 
 
@@ -33,7 +34,7 @@ def reading_of_lag(k3: float) -> str:
     """Return what the lag's k3 means for plain GRPO and what to do about it, as a clause that follows the number."""
     if k3 < LAG_COSTS:
         return f"below {LAG_COSTS:g}: such a lag cost our tiny models little, so change nothing"
-    remedy = "lower weight_sync_steps, or use recipe='lag'; see docs/which_one.md"
+    remedy = f"lower weight_sync_steps, or use recipe='lag'; see {DOCS}/which_one.md"
     if k3 > FAR:
         return f"above {FAR:g}: such a lag cost our tiny models 8 points of accuracy or more, so {remedy}"
     return (
@@ -95,7 +96,7 @@ def drift_warning(
     if k3 is None or k3 <= bound:
         return None
     named = f"{setting}={getattr(settings, setting)!r} with {metric}={k3:.3g}"
-    return f"{named}, above {bound:g}, where {finding}. See docs/which_one.md."
+    return f"{named}, above {bound:g}, where {finding}. See {DOCS}/which_one.md."
 
 
 def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
@@ -104,5 +105,5 @@ def lag_warning(settings: ConstraintSettings, lag: str) -> str | None:
         return None
     return (
         f"constraint_form={settings.constraint_form!r} with {lag}: our runs with such a lag and λ 0.1 ended without "
-        "reward. Use recipe='lag', or rollout_correction='ppo_clip' with constraint='none'; see docs/which_one.md."
+        f"reward. Use recipe='lag', or rollout_correction='ppo_clip' with constraint='none'; see {DOCS}/which_one.md."
     )

@@ -11,6 +11,7 @@ from typing import Any
 from ..files import read_object, write_text
 from ..records.estimators import Difference, Estimate, majority_at_k, mean_estimate, paired_difference, pass_at_k
 from ..records.tables import TableRows, percent, print_table, verdict, with_error
+from ..version import DOCS
 from .samples import Sample
 
 
@@ -94,7 +95,7 @@ def benchmark_result(
     ungraded = [problem for problem, group in groups.items() if group[0].correct is None]
     graded = [group for group in groups.values() if group[0].correct is not None]
     if not graded:
-        raise ValueError(f"benchmark {name!r}: none of the gold answers can be graded; see docs/rewards.md.")
+        raise ValueError(f"benchmark {name!r}: none of the gold answers can be graded; see {DOCS}/rewards.md.")
     right = [sum(bool(sample.correct) for sample in group) for group in graded]
     sizes = sorted({2**power for power in range(k.bit_length())} | {k})
     every = [sample for group in groups.values() for sample in group]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..constraint.thresholds import reading_in_step, reading_of_lag
+from ..version import DOCS
 from .estimators import noise_of
 from .runs import Run
 
@@ -28,7 +29,7 @@ NOT_MEASURED = (
 )
 COUNTS_TRUNCATION = (
     "discrepancy_truncated/... contain what settings of generation do to the sampled distribution (top_p, top_k or "
-    "min_p, of which top_k has to be among them, or a penalty). Leave them out; see docs/concepts.md."
+    f"min_p, of which top_k has to be among them, or a penalty). Leave them out; see {DOCS}/concepts.md."
 )
 
 
@@ -103,7 +104,7 @@ def _way_out(run: Run) -> str:
         f"learning_rate{'' if rate is None else f' (last {rate:.3g})'} is too high: begin again with a third of it, "
         "from the model or from a checkpoint of before"
     )
-    return f"{'. Or '.join(others)}. docs/collapsed.md has the other causes"
+    return f"{'. Or '.join(others)}. {DOCS}/collapsed.md has the other causes"
 
 
 def _within(first: float, last: float, factor: float) -> bool:
@@ -121,8 +122,7 @@ def verdict_of(run: Run) -> Verdict:
     """Say whether a run learned, what kept it from learning, and what its mismatch means.
 
     Learning compares the mean reward of the last logged steps with that of the first; a difference within twice its
-    standard error counts as noise. The mismatch is read from the median k3 of the last steps: that of the lag's part
-    if the sampler may lag, and that of the whole difference if it is in step.
+    standard error counts as noise. The mismatch is read from the medians of k3 in the last steps.
     """
     if run.steps == 0:
         return Verdict(["No optimizer step was made: nothing was trained."], False)
@@ -135,34 +135,68 @@ def verdict_of(run: Run) -> Verdict:
     at_first = statistics.fmean(run.series("completions/clipped_ratio").values[:WINDOW] or [0.0])
     if clipped >= _MOSTLY and (worth_serving or at_first >= _MOSTLY):
         lines.append(f"{clipped:.0%} of the last completions were cut off at max_completion_length: raise it.")
-    measured = _last_known("discrepancy/k3_kl", run)
-    if not measured:
+    return Verdict([*lines, *_mismatch(run)], worth_serving)
+
+
+def _mismatch(run: Run) -> list[str]:
+    """Say what the mismatch of a run is, what it means for its model, and what to do.
+
+    Batches that the present weights sampled have the engine's part alone. What the others have beside it is the lag's,
+    which `discrepancy_split` measures by itself.
+    """
+    lagged, in_step = (_last_known(run, "discrepancy/k3_kl", lags) for lags in (True, False))
+    if not lagged and not in_step:
         truncated = run.series("discrepancy_truncated/k3_kl").values
-        why = COUNTS_TRUNCATION if truncated else NOT_MEASURED
-        return Verdict([*lines, f"The mismatch was not measured: {why}"], worth_serving)
-    k3 = statistics.median(measured)
-    ages = run.series("sync/age").values  # above 0 without a setting, of the asynchronous trainer
-    may_lag = (run.setting("weight_sync_steps") or 1) > 1 or bool(run.setting("rollout_overlap")) or any(ages)
-    if not may_lag:
-        lines.append(f"The mismatch was measured: k3 {k3:.2g} nats, {reading_in_step(k3)}.")
-        return Verdict(lines, worth_serving)
-    of_lag = _last_known("discrepancy/lag_k3_kl", run)
-    if of_lag:
-        median = statistics.median([lag for lag in of_lag if lag > 0] or [0.0])
-        what = f"k3 {median:.2g} nats by the lag of the sampler's weights, {reading_of_lag(median)}"
-    else:
-        what = (
-            f"k3 {k3:.2g} nats by number format and lag together. Set discrepancy_split=True: what the weights did "
-            "since they sampled says whether the lag harms"
+        return [f"The mismatch was not measured: {COUNTS_TRUNCATION if truncated else NOT_MEASURED}"]
+    measured = f"The mismatch was measured: k3 {statistics.median(lagged or in_step):.2g} nats"
+    engine = statistics.median(_last_known(run, "discrepancy/engine_k3_kl") or in_step or [math.nan])
+    if not lagged:
+        return [f"{measured}, {reading_in_step(engine)}."]
+    if of_lag := _last_known(run, "discrepancy/lag_k3_kl", lags=True):
+        lag = statistics.median(of_lag)
+        measured = f"The mismatch was measured: k3 {lag:.2g} nats by the lag of the sampler's weights"
+        found = f"{measured}, {reading_of_lag(lag)}."
+    elif min(len(lagged), len(in_step)) < _ENOUGH:
+        found = (
+            f"{measured} by number format and lag together. Set discrepancy_split=True: what the weights did since "
+            "they sampled says whether the lag harms."
         )
-    lines.append(f"The mismatch was measured: {what}.")
-    return Verdict(lines, worth_serving)
+    elif math.inf not in lagged and _within_noise(in_step, lagged):
+        found = (
+            f"{measured} with weights that lag, and within the noise the same in step: {engine:.2g}. "
+            "discrepancy_split=True measures the lag by itself."
+        )
+    else:
+        added = statistics.median(lagged) - engine
+        found = (
+            f"{measured} with weights that lag, and {engine:.2g} in step: the lag adds {added:.2g}, "
+            f"{reading_of_lag(added)}."
+        )
+    if math.isnan(engine):
+        return [found]
+    return [found, f"The engine's part is k3 {engine:.2g} nats, {reading_in_step(engine)}."]
 
 
-def _last_known(metric: str, run: Run) -> list[float]:
-    """Return the last values of a metric; what is no number is not known to be low, and counts as ∞."""
-    values = run.columns.get(metric, ((), ()))[1][-WINDOW:]
-    return [math.inf if math.isnan(value) else value for value in values]
+def _last_known(run: Run, metric: str, lags: bool | None = None) -> list[float]:
+    """Return the last values of a metric; what is no number is not known to be low, and counts as ∞.
+
+    Args:
+        run, metric: the run, and the name of its metric.
+        lags: takes only batches whose weights lagged, or only those in step.
+    """
+    ages = run.series("sync/age").by_step()
+    values = [
+        math.inf if math.isnan(value) else value
+        for step, value in zip(*run.columns.get(metric, ((), ())), strict=True)
+        if lags is None or (ages.get(step, 0) > 0) == lags
+    ]
+    return values[-WINDOW:]
+
+
+def _within_noise(first: Sequence[float], last: Sequence[float]) -> bool:
+    """Return whether two means differ by at most twice the standard error of their difference."""
+    variance = sum(statistics.variance(values) / len(values) for values in (first, last))
+    return abs(statistics.fmean(last) - statistics.fmean(first)) <= 2 * math.sqrt(variance)
 
 
 def _learning(run: Run) -> tuple[str, bool]:
@@ -181,6 +215,6 @@ def _learning(run: Run) -> tuple[str, bool]:
     if steps < _ENOUGH:
         return f"There are too few steps to tell whether the run learned: {both}.", True
     both = f"{both} ({steps} logged steps each)"
-    if abs(last - first) <= 2 * math.sqrt(sum(map(statistics.variance, ends)) / steps):
+    if _within_noise(*ends):
         return f"The run is not shown to have learned: {both}, which is within the noise.", True
     return f"The run {'learned' if last > first else 'lost reward'}: {both}.", last > first

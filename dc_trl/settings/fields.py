@@ -17,6 +17,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..secrets import require_open_address
+from ..version import DOCS
 from .paths import require_folder
 from .ranges import ABOVE_0, AT_LEAST_0, COUNT, PORT, SHARE, Range, require_choice, require_number
 
@@ -48,9 +49,10 @@ _OF_TYPES: dict[Any, tuple[str, Any]] = {
 
 def setting(default: Any, meaning: str) -> Any:
     """Declare a field of a dataclass with its default, of which each instance has a copy, and its help."""
+    metadata = {"help": meaning.replace("docs/", f"{DOCS}/")}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": meaning})
-    return field(default=default, metadata={"help": meaning})
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def declared_default(declared: Field) -> Any:

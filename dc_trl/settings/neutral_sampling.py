@@ -11,6 +11,8 @@ The names are those of transformers' `GenerationConfig` (5.17) and of vLLM's `Sa
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from ..version import DOCS
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -75,7 +77,7 @@ def restriction_warning(settings: Mapping[str, Any], remedy: str) -> str:
     return (
         f"{named}: the sampler's distribution is not the policy's, and the rollouts do not say which tokens it kept. "
         "The difference counts as mismatch, and the metrics are called discrepancy_truncated/... instead of "
-        f"discrepancy/...: {remedy}; see docs/concepts.md."
+        f"discrepancy/...: {remedy}; see {DOCS}/concepts.md."
     )
 
 

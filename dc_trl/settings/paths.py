@@ -5,6 +5,8 @@ import os
 import shlex
 from pathlib import Path
 
+from ..version import DOCS
+
 
 PACKAGE = Path(__file__).resolve().parent.parent
 ADAPTER_FOLDER = "adapter"  # beside the base in a deployed checkpoint
@@ -84,7 +86,7 @@ def require_model_path(name: str | None, option: str = "model_name_or_path") -> 
     if not is_path or (path / "config.json").is_file():
         return
     if (path / "adapter_config.json").is_file():
-        raise ValueError(f"{option}={name!r} holds an adapter: give its model; docs/lora.md tells how to go on.")
+        raise ValueError(f"{option}={name!r} holds an adapter: give its model; {DOCS}/lora.md tells how to go on.")
     what = "has no config.json, so it holds no model" if path.is_dir() else "does not exist as a directory"
     make = ", or make it (`make real-model` in a clone)" if path.parts[-2:] == ("runs", "real_model") else ""
     raise ValueError(f"{option}={name!r} {what}: give the Hub id of a model, or its directory{make}.")
