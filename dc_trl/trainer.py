@@ -2,7 +2,7 @@
 
 TRL's hooks are here under TRL's names, in the order of a step. Each calls an object that the trainer holds: the engine
 that samples, the constraint, the parts that settings ask for, the run with its checkpoints. Nothing of TRL is copied;
-docs/hooks.md lists the private names, with the reason for each.
+tests/hooks.md lists the private names, with the reason for each.
 
 When TRL has computed `old_per_token_logps` (the weights change within a generation batch), these are log π_train at
 the weights from before the first step on the batch, and the advantages (B,) are at once replaced by penalised ones of

@@ -58,17 +58,42 @@ def setup(app: Any) -> None:
     app.connect("source-read", show_elsewhere)
     app.connect("autodoc-process-docstring", read_hugging_face_style, priority=400)  # before napoleon's
     app.connect("autodoc-process-signature", shorten_signature)
+    app.connect("html-page-context", fit_narrow_screens)
 
 
 def show_elsewhere(app, docname: str, source: list[str]) -> None:
-    """Show the pages of `ELSEWHERE`, and let links of other pages to them lead there."""
+    """Show the pages of `ELSEWHERE`, let links lead to them, and make the navigation of the list of all pages."""
     if docname in ELSEWHERE:
         file = Path(__file__).parents[1] / ELSEWHERE[docname]
         app.env.note_dependency(str(file))
         source[0] = re.sub(r"\]\((?:\.\./)+docs/", "](", file.read_text(encoding="utf-8"))
     for name, path in ELSEWHERE.items():
         source[0] = source[0].replace(f"](../{path}", f"]({name}.md")
+    if docname == "index":  # the list of pages is the navigation too
+        for caption, pages in re.findall(r"^## (.+)\n((?:\n|-.*\n)+)", source[0], re.MULTILINE):
+            names = "\n".join(re.findall(r"^- \[.*?\]\((\w+)\.md\)", pages, re.MULTILINE))
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{names}\n```\n"
     source[0] = re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", source[0])  # a line does not end before its unit
+
+
+def fit_narrow_screens(app, pagename: str, templatename: str, context: dict[str, Any], doctree) -> None:
+    """Prepare a page for site.css: pictures are links, cells have their heading, and names may break at a sign."""
+    body = re.sub(r'<img [^>]*?src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', context.get("body", ""))
+    body = re.sub(r'<table class="docutils.*?</table>', label_cells, body, flags=re.DOTALL)
+    context["body"] = re.sub(
+        r'(?<=<span class="pre">)[^<]+', lambda name: re.sub(r"(?<=\w)([/_.])(?=\w)", r"\1<wbr>", name[0]), body
+    )
+
+
+def label_cells(table: re.Match) -> str:
+    """Return a table whose cells have the words at the head of their column."""
+    heads = [re.sub(r"<[^>]+>", "", head).strip() for head in re.findall(r"<th\b.*?</th>", table[0], re.DOTALL)]
+
+    def label_row(row: re.Match) -> str:
+        labels = iter(heads)
+        return re.sub(r"<td\b", lambda cell: f'<td data-label="{next(labels, "")}"', row[0])
+
+    return re.sub(r"<tr\b.*?</tr>", label_row, table[0], flags=re.DOTALL)
 
 
 def read_hugging_face_style(app, what, name, obj, options, lines: list[str]) -> None:

@@ -20,7 +20,8 @@ from .test_trainer import ALIGNED, MISALIGNED, make_trainer
 
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
 def test_the_class_of_the_page_trains_as_ours(tmp_path, tokenizer, steps):
-    (source,) = code_blocks((ROOT / "docs" / "code_map.md").read_text(), "python")
+    blocks = code_blocks((ROOT / "docs" / "CONTRIBUTING.md").read_text(), "python")
+    (source,) = (block for block in blocks if "OnePageDCGRPO" in block)
     exec(source, page := {})
     config = make_config(
         tmp_path / "ours", recipe="paper", constraint="lagrangian", length_aware_batches=False, max_steps=4, **steps

@@ -1,7 +1,7 @@
 """The private hooks of libraries that dc_trl leans on: all of them are watched here, and as they were.
 
 When a release of TRL, transformers, PEFT, compressed-tensors or vLLM moves one, a test names it; its row in
-docs/hooks.md says what breaks. A new hook needs an entry in HOOKS; `shape` says what to write there.
+tests/hooks.md says what breaks. A new hook needs an entry in HOOKS; `shape` says what to write there.
 """
 
 import ast
@@ -209,7 +209,7 @@ def source_tree(thing) -> ast.AST:
 @pytest.mark.parametrize("library", ["trl", "transformers", "peft", "compressed_tensors", "torch", VLLM])
 def test_the_hooks_are_as_they_were(library):
     moved = {name: shape(name) for name in HOOKS if name.startswith(f"{library}.") and shape(name) != HOOKS[name]}
-    assert not moved, "docs/hooks.md says what leans on each of these."
+    assert not moved, "tests/hooks.md says what leans on each of these."
 
 
 def test_a_hook_that_moves_is_noticed():
@@ -264,8 +264,8 @@ def test_every_private_name_that_the_code_borrows_or_overrides_is_watched():
     ],
 )
 def test_trl_has_not_brought_what_ours_goes_for(change, where, words):
-    """docs/hooks.md says what of ours goes with each; for 7179, `test_gradients_are_trls` compares the tokens read."""
+    """tests/hooks.md says what of ours goes with each; for 7179, `test_gradients_are_trls` compares the tokens read."""
     module, _, name = where.rpartition(".")
     source = inspect.getsource(getattr(importlib.import_module(module), name)).lower()
     brought = [word for word in words if word in source]
-    assert not brought, f"TRL has {', '.join(brought)} of its change {change}: read its paragraph in docs/hooks.md"
+    assert not brought, f"TRL has {', '.join(brought)} of its change {change}: read its paragraph in tests/hooks.md"
