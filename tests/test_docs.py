@@ -18,6 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 import dc_trl
 from dc_trl.command import COMMANDS
 from dc_trl.command.arguments import ARGUMENTS
+from dc_trl.constraint import thresholds
 from dc_trl.settings.contradictions import CONTRADICTIONS
 
 from .helpers import ROOT, code_blocks, succeed
@@ -90,6 +91,24 @@ def test_an_earlier_name_goes_on_working():
     with pytest.warns(DeprecationWarning, match=r"LambdaLoggingCallback.*HistoryCallback"):
         from dc_trl import LambdaLoggingCallback
     assert LambdaLoggingCallback is dc_trl.HistoryCallback
+
+
+# --- the bounds of k3
+
+
+def test_the_bounds_of_k3_stand_on_one_page():
+    """In the order of their use: lag, lag, format, signed form, clip."""
+    bounds = [
+        thresholds.LAG_COSTS,
+        thresholds.FAR,
+        thresholds.NO_REMEDY_IN_STEP,
+        thresholds.PULLS_HARM_IN_STEP,
+        thresholds.CLIP_COSTS_IN_STEP,
+    ]
+    table = page("which_one.md").partition("## The bounds of k3")[2].partition("## ")[0]
+    assert [float(value) for value in re.findall(r"^\|[^|]+\| ([\d.]+) \|", table, re.MULTILINE)] == bounds
+    elsewhere = "\n".join(file.read_text().replace(table, "") for file in DOCS.glob("*.md"))
+    assert not re.findall(rf"k3.*(?:above|below|bound of) (?:{'|'.join(map(str, bounds))})(?!\d)", elsewhere)
 
 
 # --- commands

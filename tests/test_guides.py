@@ -1,16 +1,11 @@
-"""README and guides: what they show is run as it stands, and what they say of it is worked out another way."""
+"""The guides' examples: what they show is run as it stands, and what they say of it is worked out another way."""
 
 import copy
-import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-import time
 
-import httpx
-import psutil
 import pytest
 import torch
 import yaml
@@ -24,19 +19,7 @@ from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.serving.fit import reloadable
 
-from .helpers import (
-    ROOT,
-    code_blocks,
-    logged,
-    look_like_root,
-    plain_logps,
-    read_json,
-    refuses,
-    succeed,
-    takes_minutes,
-    tiny_model,
-)
-from .vllm_server import requires_vllm, wait_until_gone
+from .helpers import ROOT, code_blocks, logged, look_like_root, plain_logps, refuses, tiny_model
 
 
 DOCS = ROOT / "docs"

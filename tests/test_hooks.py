@@ -264,7 +264,7 @@ def test_every_private_name_that_the_code_borrows_or_overrides_is_watched():
     ],
 )
 def test_trl_has_not_brought_what_ours_goes_for(change, where, words):
-    """tests/hooks.md says what of ours goes with each; for 7179, `test_gradients_are_trls` compares the tokens read."""
+    """hooks.md says what of ours goes with each; for 7179, `test_gradients_are_trls` compares the tokens read."""
     module, _, name = where.rpartition(".")
     source = inspect.getsource(getattr(importlib.import_module(module), name)).lower()
     brought = [word for word in words if word in source]

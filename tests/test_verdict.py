@@ -145,7 +145,7 @@ def test_batches_in_step_tell_the_engines_part_of_a_run_that_lags(of_lag, says):
         row |= {"sync/age": step % 4, "discrepancy/k3_kl": 0.05 + rng.gauss(0, 0.001) + of_lag * (step % 4 > 0)}
     _, lag, engine = verdict_of(run).lines
     assert says in lag
-    assert re.search(r"in step: 0\.05\.|0\.05 in step", lag)
+    assert re.search(r"in step: 0\.05\.|0\.05 in step\.", lag)
     assert "The engine's part is k3 0.05 nats, above 0.005" in engine
 
 

@@ -169,7 +169,7 @@ def _mismatch(run: Run) -> list[str]:
     else:
         added = statistics.median(lagged) - engine
         found = (
-            f"{measured} with weights that lag, and {engine:.2g} in step: the lag adds {added:.2g}, "
+            f"{measured} with weights that lag, and {engine:.2g} in step. The lag adds {added:.2g}, "
             f"{reading_of_lag(added)}."
         )
     if math.isnan(engine):
