@@ -140,12 +140,12 @@ def test_an_unknown_command_gets_the_nearest_name(word, name, capsys):
     ("words", "expected"),
     [
         ("xyz", "'xyz' is no command: use one of train, serve"),
-        ("train --lamda_init 0.5", "--lamda_init is no field of the configuration: did you mean --lambda_init?"),
-        ("train --help lamda_init", "lamda_init is no field of the configuration: did you mean lambda_init?"),
+        ("train --lamda_init 0.5", "--lamda_init is not a field of the configuration: did you mean --lambda_init?"),
+        ("train --help lamda_init", "lamda_init is not a field of the configuration: did you mean lambda_init?"),
         ("train --max_step 3", "did you mean --max_steps?"),  # would be an abbreviation
         ("train --max_steps many", "invalid int value: 'many'"),
-        ("train --config quikstart", "config='quikstart' is no file: give the path of a YAML file"),
-        ("train --config wrong.yaml", "lamda_lr is no field of the configuration: did you mean lambda_lr?"),
+        ("train --config quikstart", "config='quikstart' is not a file: give the path of a YAML file"),
+        ("train --config wrong.yaml", "lamda_lr is not a field of the configuration: did you mean lambda_lr?"),
         ("calibrate --model a/b", "the following arguments are required: --engine"),
         ("evaluate --model ./none", "model='./none' does not exist"),
         ("prepare-data --file no.parquet --output out", "no.parquet"),
@@ -229,7 +229,7 @@ def test_the_wheel_trains_evaluates_and_reports_from_an_empty_directory(installe
     assert installed("dc-trl", "--version", cwd=tmp_path) == f"dc_trl {__version__}\n"
     words = "train --config quickstart --max_steps 10 --eval_size 64"
     shown = installed("dc-trl", *words.split(), cwd=tmp_path)
-    assert "64 held-out problems" in shown
+    assert "held-out problems: 64" in shown
     run = tmp_path / "runs" / "quickstart"
     assert json.loads((run / "summary.json").read_text())["steps"] == 10
     words = "evaluate --model runs/quickstart --benchmarks arithmetic --engine replica:fp8 --limit 16 --samples 2"

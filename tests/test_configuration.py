@@ -71,7 +71,7 @@ def test_a_recipe_of_the_command_line_decides_over_the_file(parse, recipe, tmp_p
         (b"\xff\xfe\x00b", ["config.yaml is not a text in UTF-8"]),
         ("", ["config.yaml holds", "name: value"]),
         ("max_steps: 3\nmax_steps: 4", ["config.yaml", "'max_steps' is set twice"]),
-        ("lerning_rate: 1", ["lerning_rate is no field", "did you mean learning_rate?"]),
+        ("lerning_rate: 1", ["lerning_rate is not a field", "did you mean learning_rate?"]),
         ("seed: 1\n\nmax_steps: many", ["config.yaml: max_steps", "invalid int value: 'many'"]),
         ("{seed: 1,\n learning_rate: [1]}", ["learning_rate=[1] is invalid"]),
         ("collapse_alarm: on", ["collapse_alarm='on'", "'off', 'warn', 'stop'"]),
@@ -88,7 +88,7 @@ def test_what_is_refused_by_name(parse, text, words):
     ("options", "words"),
     [
         (["--max_steps"], "expected one argument"),
-        (["--eval_greed", "true"], "--eval_greed is no field of the configuration: did you mean --eval_greedy?"),
+        (["--eval_greed", "true"], "--eval_greed is not a field of the configuration: did you mean --eval_greedy?"),
         (["--reward_weights", "nan"], "reward_weights=nan"),
     ],
 )

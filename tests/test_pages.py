@@ -154,7 +154,7 @@ def test_who_serves_a_quantized_model(tmp_path):
     reader.short["train"] += f" --vllm_server_base_url http://127.0.0.1:{reader.port}"
     reader.read(PAGES["serve_quantized"])
     assert {*os.listdir(tmp_path / "runs" / "own-model")} >= OUTPUTS
-    for words in ("floor", "gsm8k avg@2", "the same weights"):
+    for words in ("floor", "gsm8k avg@2", "evidence and no proof"):
         assert words in reader.output
 
 

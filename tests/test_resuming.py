@@ -140,7 +140,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
         (run / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"holds no whole checkpoint: checkpoint-99 .*checkpoint-1 holds model\.saf"):
         resumable_checkpoint(True, run)
-    with pytest.raises(ValueError, match=r"nowhere' is no directory\. Give another checkpoint, or true"):
+    with pytest.raises(ValueError, match=r"nowhere' is not a directory\. Give another checkpoint, or true"):
         resumable_checkpoint(str(run / "nowhere"), run)
 
 

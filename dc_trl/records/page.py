@@ -48,7 +48,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
     """Write the page of a run that has been read; see `write_report`."""
     page_path = Path(path)
     if page_path.suffix != ".html":
-        raise ValueError(f"output='{page_path}' is no page: give a file whose name ends in .html.")
+        raise ValueError(f"output='{page_path}' is not a page: give a file whose name ends in .html.")
     page = _TEMPLATES.get_template("page.html").render(
         title=title or f"Run {run.name}",
         subtitle=f"dc_trl {__version__}",

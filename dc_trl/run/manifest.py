@@ -118,7 +118,7 @@ def checkpoint_defect(folder: Path, contents: bool = True) -> str | None:
         contents: whether to read all files, to compare their hashes with those of the manifest.
     """
     if not folder.is_dir():
-        return "is no directory"
+        return "is not a directory"
     if not (folder / TRAINER_STATE_FILE).is_file():
         return f"holds no {TRAINER_STATE_FILE}: it is not a checkpoint, or its save was cut short"
     manifest = folder / MANIFEST_FILE

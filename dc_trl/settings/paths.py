@@ -60,7 +60,7 @@ def config_file(name: str) -> Path:
     path = Path(shipped(name))
     found = path if path.is_file() else files.get(name.removesuffix(".yaml"))
     if found is None:
-        raise ValueError(f"config={name!r} is no file: give the path of a YAML file, or one of {', '.join(files)}.")
+        raise ValueError(f"config={name!r} is not a file: give the path of a YAML file, or one of {', '.join(files)}.")
     return found
 
 
