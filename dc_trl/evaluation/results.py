@@ -118,7 +118,7 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Difference]:
     """Return how much better the second evaluation is than the first, on the benchmarks that both have.
 
     Returns:
-        Difference of avg@k by benchmark, and of the mean over the benchmarks as "average".
+        Difference of avg@k by benchmark, and of the mean over several as "average".
 
     Raises:
         ValueError: the evaluations have no benchmark in common, or answered other problems of one.
@@ -133,7 +133,8 @@ def compare(first: Evaluation, second: Evaluation) -> dict[str, Difference]:
             raise ValueError(f"The evaluations answered different problems of {name!r}: evaluate both on the same.")
         pairs.append((list(a.values()), [b[problem] for problem in a]))
     differences = {name: paired_difference([a], [b]) for name, (a, b) in zip(names, pairs, strict=True)}
-    differences["average"] = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
+    if len(names) > 1:
+        differences["average"] = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
     return differences
 
 
@@ -188,8 +189,6 @@ def comparison_table(first: Evaluation, second: Evaluation, differences: dict[st
     rows = []
     for name, difference in differences.items():
         names = differences.keys() - {"average"} if name == "average" else [name]
-        if name == "average" and len(names) == 1:
-            continue
         a, b = (fmean(e.results[each].avg.value for each in names) for e in (first, second))
         interval, p_value = "–", "–"
         if difference.p_value is not None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -78,17 +77,16 @@ def label_end(axes: Axes, y: float, text: str, color: str) -> None:
     axes.text(1.01, y, text, transform=axes.get_yaxis_transform(), color=color, fontsize=9, va="center")
 
 
-def save_figure(figure: Figure, path: str | PathLike[str], **options: Any) -> None:
+def save_figure(figure: Figure, path: str | PathLike[str]) -> None:
     """Write a figure in the format of the file's suffix, replacing the file in one step.
 
     Args:
         figure: to be drawn.
         path: of the file, which ends in a suffix that matplotlib knows.
-        **options: of [`~matplotlib.figure.Figure.savefig`].
 
     Raises:
         OSError: the file cannot be written; the message names it.
     """
     content = io.BytesIO()
-    figure.savefig(content, format=Path(path).suffix.removeprefix("."), **options)
+    figure.savefig(content, format=Path(path).suffix.removeprefix("."))
     write_bytes(Path(path), content.getvalue())

@@ -59,7 +59,7 @@ class OptionParser(argparse.ArgumentParser):
 
 def unknown_field(name: str, known: Iterable[str]) -> str:
     """Return the refusal of a field that the configuration does not have."""
-    return f"{name} is not a field of the configuration: {nearest(name, known, 'dc-trl train --help lists the fields.')}"
+    return f"{name} is not a field of the configuration: {nearest(name, known, 'see dc-trl train --help.')}"
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str) -> str:
