@@ -156,15 +156,10 @@ def _mismatch(run: Run) -> list[str]:
         lag = statistics.median(of_lag)
         measured = f"The mismatch was measured: k3 {lag:.2g} nats by the lag of the sampler's weights"
         found = f"{measured}, {reading_of_lag(lag)}."
-    elif min(len(lagged), len(in_step)) < _ENOUGH:
+    elif min(len(lagged), len(in_step)) < _ENOUGH or (math.inf not in lagged and _within_noise(in_step, lagged)):
         found = (
             f"{measured} by number format and lag together. Set discrepancy_split=True: what the weights did since "
             "they sampled says whether the lag harms."
-        )
-    elif math.inf not in lagged and _within_noise(in_step, lagged):
-        found = (
-            f"{measured} with weights that lag, and within the noise the same in step: {engine:.2g}. "
-            "discrepancy_split=True measures the lag by itself."
         )
     else:
         added = statistics.median(lagged) - engine
