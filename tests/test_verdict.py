@@ -105,7 +105,7 @@ def test_a_mismatch_that_is_not_a_number_is_not_said_to_be_small(k3):
     run = run_of([0.5] * 20)
     for row in run.history[-9:-1]:
         row["discrepancy/k3_kl"] = k3
-    assert "none is needed" not in verdict_of(run).lines[-1]
+    assert "change nothing" not in verdict_of(run).lines[-1]
     lagging = run_of([0.5] * 20, 0.1, **{"sync/age": 4.0, "discrepancy/lag_k3_kl": k3})
     assert "above 0.01" in verdict_of(lagging).lines[1]
     assert drift_warning(ConstraintSettings(), {"discrepancy/k3_kl": k3, "discrepancy/lag_k3_kl": k3}, 1)

@@ -46,7 +46,7 @@ def reading_of_lag(k3: float) -> str:
 def reading_in_step(k3: float) -> str:
     """Return what the k3 of a sampler in step means, as a clause that follows the number."""
     if k3 < NO_REMEDY_IN_STEP:
-        return f"below {NO_REMEDY_IN_STEP:g}, up to which no remedy helped our tiny models: none is needed"
+        return f"below {NO_REMEDY_IN_STEP:g}: with so little no remedy helped our tiny models, so change nothing"
     return (
         f"above {NO_REMEDY_IN_STEP:g}, which a deep model reaches by rounding alone: `dc-trl calibrate` finds the "
         "cause, and how much of it is a floor that no setting removes"

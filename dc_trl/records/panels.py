@@ -102,93 +102,91 @@ class Panel(NamedTuple):
         return f"{self.label} over optimizer steps: {ends}."
 
 
-_REWARD = Panel(_OUTCOME, "mean reward", "Mean reward of the rollouts.", "reward", _draw_any)
-_GREEDY = Panel(
-    _OUTCOME,
-    "held-out problems, greedy",
-    "Mean reward of the deployed policy's greedy answers to held-out problems, ± standard error over problems.",
-    GREEDY,
-    _draw_evaluations,
+# In the order of the page.
+_PANELS = (
+    Panel(_OUTCOME, "mean reward", "Mean reward of the rollouts.", "reward", _draw_any),
+    Panel(
+        _OUTCOME,
+        "held-out problems, greedy",
+        "Mean reward of the deployed policy's greedy answers to held-out problems, ± standard error over problems.",
+        GREEDY,
+        _draw_evaluations,
+    ),
+    Panel(_OUTCOME, "held-out problems, sampled", "Mean reward of sampled answers.", "eval_reward", _draw_any),
+    Panel(
+        _CONSTRAINT,
+        "discrepancy δ̄",
+        "Batch discrepancy δ̄ between the training and the sampling engine. Where it is above ε (filled), λ grows.",
+        "discrepancy/mean",
+        _draw_discrepancy,
+    ),
+    Panel(
+        _CONSTRAINT,
+        "part of the lag",
+        "Mean discrepancy between the policy and itself with the weights that sampled: what training did since then.",
+        "discrepancy/lag_mean",
+        _draw_discrepancy,
+    ),
+    Panel(
+        _CONSTRAINT,
+        "part of the engine",
+        "Mean discrepancy between the policy with the weights that sampled and the engine: number format and kernels.",
+        "discrepancy/engine_mean",
+    ),
+    Panel(
+        _CONSTRAINT,
+        "age of the weights, steps",
+        "Optimizer steps between the weights that sampled a batch and those that it trains.",
+        "sync/age",
+    ),
+    Panel(
+        _CONSTRAINT, "multiplier λ", "Lagrange multiplier λ, the price of δ̄.", "lagrangian/lambda", _draw_multiplier
+    ),
+    Panel(
+        _CONSTRAINT,
+        "mean penalty",
+        "What the constraint takes from a token's advantage.",
+        "lagrangian/penalty_mean",
+        _draw_any,
+    ),
+    Panel(_GAP, "KL (k3), nats", "KL(π_inf ‖ π_train), k3 estimator.", "discrepancy/k3_kl"),
+    Panel(_GAP, "lag's KL (k3), nats", "k3 of what the weights did since they sampled.", "discrepancy/lag_k3_kl"),
+    Panel(
+        _GAP,
+        "log-perplexity difference, nats",
+        "Mean |difference| of a completion's log-perplexity between the engines.",
+        "discrepancy/log_ppl_abs_diff",
+    ),
+    Panel(
+        _COURSE,
+        "response length",
+        "Mean response length in tokens. Vertical line: surge of the length.",
+        "completions/mean_length",
+        _draw_length,
+    ),
+    Panel(
+        _COURSE, "cut off", "Share of the completions that the limit of tokens cut off.", "completions/clipped_ratio"
+    ),
+    Panel(
+        _COURSE,
+        "groups without spread",
+        "Share of the prompts whose completions all earned the same reward, which teach nothing.",
+        "frac_reward_zero_std",
+    ),
+    Panel(_COURSE, "learning rate", "Learning rate.", "learning_rate", _draw_steps),
+    Panel(_COURSE, "entropy, nats", "Mean entropy of the policy's tokens.", "entropy"),
+    Panel(_COURSE, "gradient norm", "Gradient norm before clipping.", "grad_norm"),
 )
-_HELD_OUT = Panel(_OUTCOME, "held-out problems, sampled", "Mean reward of sampled answers.", "eval_reward", _draw_any)
-_DISCREPANCY = Panel(
-    _CONSTRAINT,
-    "discrepancy δ̄",
-    "Batch discrepancy δ̄ between the training and the sampling engine. Where it is above ε (filled), λ grows.",
-    "discrepancy/mean",
-    _draw_discrepancy,
-)
-_LAG = Panel(
-    _CONSTRAINT,
-    "part of the lag",
-    "Mean discrepancy between the policy and itself with the weights that sampled: what training did since then.",
-    "discrepancy/lag_mean",
-    _draw_discrepancy,
-)
-_ENGINE = Panel(
-    _CONSTRAINT,
-    "part of the engine",
-    "Mean discrepancy between the policy with the weights that sampled and the engine: number format and kernels.",
-    "discrepancy/engine_mean",
-)
-_AGE = Panel(
-    _CONSTRAINT,
-    "age of the weights, steps",
-    "Optimizer steps between the weights that sampled a batch and those that it trains.",
-    "sync/age",
-)
-_MULTIPLIER = Panel(
-    _CONSTRAINT, "multiplier λ", "Lagrange multiplier λ, the price of δ̄.", "lagrangian/lambda", _draw_multiplier
-)
-_K3 = Panel(_GAP, "KL (k3), nats", "KL(π_inf ‖ π_train), k3 estimator.", "discrepancy/k3_kl")
-_LAG_K3 = Panel(_GAP, "lag's KL (k3), nats", "k3 of what the weights did since they sampled.", "discrepancy/lag_k3_kl")
-_LOG_PPL = Panel(
-    _GAP,
-    "log-perplexity difference, nats",
-    "Mean |difference| of a completion's log-perplexity between the engines.",
-    "discrepancy/log_ppl_abs_diff",
-)
-_PENALTY = Panel(
-    _CONSTRAINT,
-    "mean penalty",
-    "What the constraint takes from a token's advantage.",
-    "lagrangian/penalty_mean",
-    _draw_any,
-)
-_CUT_OFF = Panel(
-    _COURSE, "cut off", "Share of the completions that the limit of tokens cut off.", "completions/clipped_ratio"
-)
-_EQUAL = Panel(
-    _COURSE,
-    "groups without spread",
-    "Share of the prompts whose completions all earned the same reward, which teach nothing.",
-    "frac_reward_zero_std",
-)
-_LENGTH = Panel(
-    _COURSE,
-    "response length",
-    "Mean response length in tokens. Vertical line: surge of the length.",
-    "completions/mean_length",
-    _draw_length,
-)
-_LEARNING_RATE = Panel(_COURSE, "learning rate", "Learning rate.", "learning_rate", _draw_steps)
-_ENTROPY = Panel(_COURSE, "entropy, nats", "Mean entropy of the policy's tokens.", "entropy")
-_GRADIENT = Panel(_COURSE, "gradient norm", "Gradient norm before clipping.", "grad_norm")
 
 
 def panels_of(run: Run) -> list[Panel]:
-    """Return the panels for which the run has a value, in the order of the page."""
+    """Return the panels for which the run has a value; those of a section are in the order of the page."""
     caption = "{}, answered by the deployed policy: ± standard error over problems."
-    panels = [
-        *(_REWARD, _GREEDY, _HELD_OUT),
-        *(
-            Panel(_OUTCOME, label, caption.format(label), metric, _draw_evaluations)
-            for label, metric in benchmark_metrics(run).items()
-        ),
-        *(_DISCREPANCY, _LAG, _ENGINE, _AGE, _MULTIPLIER, _PENALTY, _K3, _LAG_K3, _LOG_PPL),
-        *(_LENGTH, _CUT_OFF, _EQUAL, _LEARNING_RATE, _ENTROPY, _GRADIENT),
-    ]
-    return [panel for panel in panels if run.series(panel.metric).steps]
+    benchmarks = (
+        Panel(_OUTCOME, label, caption.format(label), metric, _draw_evaluations)
+        for label, metric in benchmark_metrics(run).items()
+    )
+    return [panel for panel in (*_PANELS, *benchmarks) if run.series(panel.metric).steps]
 
 
 def plot_run(history: Iterable[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
@@ -203,8 +201,13 @@ def plot_run(history: Iterable[Mapping[str, Any]], path: str | Path, title: str 
     """
     run = Run("", history)
     decays = any(name.startswith("length_decay/") for name in run.columns)
-    panels = [_REWARD, _DISCREPANCY, _MULTIPLIER, *((_LENGTH, _LEARNING_RATE) if decays else ())]
-    panels = [panel for panel in panels if panel is _REWARD or run.series(panel.metric).steps]
+    drawn = [
+        "discrepancy/mean",
+        "lagrangian/lambda",
+        *(["completions/mean_length", "learning_rate"] if decays else []),
+    ]
+    drawn = ["reward", *(metric for metric in drawn if run.series(metric).steps)]
+    panels = [panel for panel in _PANELS if panel.metric in drawn]
     figure, all_axes = new_figure(len(panels), width=7.2, height=2.0, share_x=True)
     if title:
         figure.suptitle(title, fontsize=11, color=INK).set_parse_math(False)
