@@ -202,9 +202,10 @@ def test_the_site_builds_and_needs_nothing_from_elsewhere(tmp_path, refused):
         loaded = re.findall(r"<(?:script|img|link)\b[^>]*?(?:src|href)=\"((?:https?:)?//[^\"]+)", file.read_text())
         assert not loaded, (file.name, loaded)
     assert broken_links(tmp_path / "site") == []
-    pages = {name: (tmp_path / "site" / f"{name}.html").read_text() for name in ("api", "settings")}
+    pages = {name: (tmp_path / "site" / f"{name}.html").read_text() for name in ("api", "settings", "which_one")}
     assert not [name for name, text in pages.items() if "system-message" in text]
     assert 'id="dc_trl.DCGRPOTrainer"' in pages["api"]
+    assert re.search(r'data-label="evidence".*<wbr>.*<a href="_images/study_lag.png"><img', pages["which_one"], re.S)
     for config in ARGUMENTS:
         for name in vars(config).get("__annotations__", {}) if config.__module__.startswith("dc_trl") else ():
             assert f'id="{config.__name__}.{name}"' in pages["settings"]
