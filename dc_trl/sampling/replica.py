@@ -347,7 +347,7 @@ class Replica:
         if len(rows) == len(input_ids) or width == 1 or fused_experts(self.model):
             return None
         read = with_positions({"input_ids": rows[:, : width - 1], "attention_mask": rows[:, width:-1]})
-        cache = self.model.base_model(**read, use_cache=True).past_key_values
+        cache = self.model.base_model(**read, use_cache=True).get("past_key_values")
         if cache is None or cache.get_seq_length() < width - 1:
             return None
         cache.reorder_cache(row_of)
