@@ -330,7 +330,10 @@ def test_log_probabilities_are_the_replicas(scheme):
     replica = Replica(make_model(128), scheme)
     replica.model.float()  # so that decoding with a cache and one forward pass agree closely
     prompts = PROMPTS * 8
+    read = []
+    replica.model.get_input_embeddings().register_forward_hook(lambda module, ids, states: read.append(ids[0].shape))
     completions, logprobs = replica.generate(prompts, sampling(temperature=temperature), temperature)
+    assert read[:2] == [(3, 4), (24, 1)]  # each prompt once, and the last token of each row
     gaps = sorted(
         (torch.tensor(values) - plain_logps(replica.model, prompt, ids, temperature)).abs().amax().item()
         for prompt, ids, values in zip(prompts, completions, logprobs, strict=True)

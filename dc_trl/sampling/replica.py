@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Cache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -318,6 +319,7 @@ class Replica:
             attention_mask=attention_mask,
             generation_config=generation_config,
             logits_processor=LogitsProcessorList([recorder, *logits_processor]),
+            past_key_values=self._read_prompts(input_ids, attention_mask),
         )
         logps = recorder.finish(sequences)
         completions = sequences[:, width:]
@@ -333,6 +335,23 @@ class Replica:
             whole = _cut(logps[0], lengths)
             rows = [list(map(KeptLogProb, *row)) for row in zip(rows, recorder.kept(), whole, strict=True)]
         return completion_ids, rows
+
+    def _read_prompts(self, input_ids: Tensor, attention_mask: Tensor) -> Cache | None:
+        """Read all but the last token of prompts, each different prompt once, and return the cache of all rows.
+
+        GRPO samples several completions of a prompt. None where no prompt comes twice, for a model whose cache is not
+        one of tokens, and for a mixture of experts, whose routes are recorded row by row.
+        """
+        rows, row_of = torch.cat([input_ids, attention_mask], dim=1).unique(dim=0, return_inverse=True)
+        width = input_ids.shape[1]
+        if len(rows) == len(input_ids) or width == 1 or fused_experts(self.model):
+            return None
+        read = with_positions({"input_ids": rows[:, : width - 1], "attention_mask": rows[:, width:-1]})
+        cache = self.model.base_model(**read, use_cache=True).get("past_key_values")
+        if cache is None or cache.get_seq_length() < width - 1:
+            return None
+        cache.reorder_cache(row_of)
+        return cache
 
 
 def _add_product(linear: nn.Module, scaling: float) -> None:
