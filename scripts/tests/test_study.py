@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from comparisons import SIGNIFICANCE, confidence_interval, holm, paired_t_test, sign_flip_p_value
+from early_signs import Judged, auc, share_above, signs_table, threshold
 from figures import draw_mismatch, draw_sweep
 from first_order import DIRECTIONS, first_order, sampled_batch
 from hypothesis import given
@@ -572,6 +573,23 @@ def test_the_page_is_what_its_raw_lines_say():
         head, rows = tables[name]
         for row in rows:
             assert row[head.index("greedy, %")] in section, (name, row[0])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=40))
+def test_signals_are_ranked_by_pairs_of_runs(found):
+    runs = [Judged(value, loses, "") for value, loses in found]
+    pairs = [(lost.value, kept.value) for lost in runs for kept in runs if lost.loses and not kept.loses]
+    if not pairs:
+        assert auc(runs) is None
+        return
+    assert auc(runs) == pytest.approx(statistics.fmean((a > b) + (a == b) / 2 for a, b in pairs))
+    assert share_above(runs, threshold(runs), lost=False) <= 0.05
+
+
+def test_the_early_signs_on_the_page_are_what_the_raw_lines_say():
+    study = ROOT / "scripts" / "study"
+    lines = [*read_lines(ROOT / "docs" / "study.jsonl"), *read_lines(study / "second_part" / "lines.jsonl")]
+    assert markdown_table(*signs_table(lines, lines)) in (study / "RESULTS.md").read_text()
 
 
 def test_the_page_of_the_real_model_is_what_its_raw_lines_say():

@@ -1,0 +1,144 @@
+"""Which signal of a run's first steps says that it will lose: that its policy ends below where it began.
+
+    python scripts/study/early_signs.py docs/study.jsonl scripts/study/second_part/lines.jsonl
+    python scripts/study/early_signs.py docs/study.jsonl … --on scripts/study/second_part/confirmed_lag.jsonl
+
+A run loses where the mean of its last three evaluations (greedy, deployed) is below that before training. AUC is the
+probability that the signal of a run that will lose is above that of one that will not, ties counted half. Its 95 %
+interval comes from 500 draws of cells, because the seeds of a cell are alike. Above the threshold lie 5 % of the runs
+that do not lose. `--on` applies the thresholds of the first files to runs that had no part in them.
+"""
+
+import random
+import statistics
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from lines import PRIMARY, Line, read_lines
+from tables import Table
+
+from dc_trl.records.tables import markdown_table
+from dc_trl.settings.command_line import OptionParser, refused_in_one_line
+
+
+AFTER = (1, 2, 3, 4)  # twelfths of a run
+FALSE_ALARMS = 0.05
+DRAWS = 500
+
+Signal: TypeAlias = Callable[[Line, int], float | None]
+
+
+def _curve(name: str, sign: int = 1) -> Signal:
+    def signal(line: Line, window: int) -> float | None:
+        values = line.curves.get(name)
+        return None if not values or values[window] is None else sign * values[window]
+
+    return signal
+
+
+def _reward_fall(line: Line, window: int) -> float | None:
+    first, now = (_curve("reward")(line, each) for each in (0, window))
+    return None if first is None or now is None else first - now
+
+
+# Each by its mean over one twelfth of the run; higher is worse.
+SIGNALS: dict[str, Signal] = {
+    "k3": _curve("k3"),
+    "δ̄": _curve("discrepancy"),
+    "reward, low": _curve("reward", -1),
+    "reward's fall since the first twelfth": _reward_fall,
+    "entropy": _curve("entropy"),
+    "gradient norm": _curve("grad_norm"),
+    "length": _curve("length"),
+}
+
+
+class Judged(NamedTuple):
+    """The signal of a run, whether it loses, and its cell."""
+
+    value: float
+    loses: bool
+    cell: str
+
+
+def loses(line: Line) -> bool | None:
+    """Return whether a run ends below its start; None where it was not evaluated before training."""
+    start, end = line.evaluations[PRIMARY].get(0), line.last(PRIMARY)
+    return None if start is None or end is None else end < start
+
+
+def judged(lines: Sequence[Line], signal: Signal, window: int) -> list[Judged]:
+    """Return what a signal of a twelfth, counted from 0, says of each run that has it."""
+    found = ((signal(line, window), loses(line), line.key[0]) for line in lines)
+    return [Judged(value, lost, cell) for value, lost, cell in found if value is not None and lost is not None]
+
+
+def auc(runs: Sequence[Judged]) -> float | None:
+    """Return the area under the ROC curve; None where all runs lose, or none does."""
+    kept = sorted(run.value for run in runs if not run.loses)
+    lost = [run.value for run in runs if run.loses]
+    if not kept or not lost:
+        return None
+    below = sum(bisect_left(kept, value) + bisect_right(kept, value) for value in lost)
+    return below / (2 * len(kept) * len(lost))
+
+
+def interval(runs: Sequence[Judged]) -> tuple[float, float]:
+    """Return the 95 % interval of the AUC, by draws of whole cells."""
+    cells = defaultdict(list)
+    for run in runs:
+        cells[run.cell].append(run)
+    rng = random.Random(0)
+    draws = ([run for cell in rng.choices(list(cells.values()), k=len(cells)) for run in cell] for _ in range(DRAWS))
+    found = sorted(area for area in map(auc, draws) if area is not None)
+    return found[round(0.025 * len(found))], found[round(0.975 * len(found)) - 1]
+
+
+def threshold(runs: Sequence[Judged]) -> float:
+    """Return the value above which at most 5 % of the runs lie that do not lose."""
+    kept = sorted(run.value for run in runs if not run.loses)
+    return kept[len(kept) - 1 - int(FALSE_ALARMS * len(kept))]
+
+
+def share_above(runs: Sequence[Judged], level: float, lost: bool) -> float:
+    """Return the share of the runs that lose, or of those that do not, whose signal is above a level."""
+    return statistics.fmean(run.value > level for run in runs if run.loses == lost)
+
+
+def signs_table(lines: Sequence[Line], others: Sequence[Line]) -> Table:
+    """Return what each signal says of the runs of `others`, with thresholds of the runs of `lines`.
+
+    Raises:
+        ValueError: all of these runs lose, or none does.
+    """
+    rows = []
+    for name, signal in SIGNALS.items():
+        for after in AFTER:
+            runs = judged(others, signal, after - 1)
+            level, area = threshold(judged(lines, signal, after - 1)), auc(runs)
+            if area is None:
+                raise ValueError("All of these runs lose, or none does: give lines of runs of both kinds.")
+            low, high = interval(runs)
+            shares = [f"{share_above(runs, level, lost):.0%}" for lost in (True, False)]
+            rows.append([name, f"{after}/12", f"{area:.2f} [{low:.2f}, {high:.2f}]", f"{level:.3g}", *shares])
+    return ["signal", "mean over", "AUC", "threshold", "lost runs above it", "others above it"], rows
+
+
+def main() -> None:
+    parser = OptionParser(__doc__)
+    parser.add_argument("lines", type=Path, nargs="+", help="raw lines of runs")
+    parser.add_argument("--on", type=Path, help="raw lines of runs to which the thresholds of the others are applied")
+    args = parser.parse_args()
+    with refused_in_one_line():
+        lines = [line for path in args.lines for line in read_lines(path)]
+        others = lines if args.on is None else read_lines(args.on)
+        known = [loses(line) for line in others]
+        print(f"{len(known) - known.count(None)} runs, of which {known.count(True)} lose\n")
+        print(markdown_table(*signs_table(lines, others)), end="")
+
+
+if __name__ == "__main__":
+    main()
