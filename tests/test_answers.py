@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dc_trl.sampling.seeded import Request, Sampling, ServerEngine
+from dc_trl.sampling.engine_names import Sampling
+from dc_trl.sampling.seeded import Request, ServerEngine
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.completions import require_rollout
 from dc_trl.serving.connection import Patience

@@ -18,8 +18,8 @@ from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.command import call
 from dc_trl.command.problems import DataArguments, draw_prompts
+from dc_trl.sampling.engine_names import EngineSpec
 from dc_trl.sampling.replica import Replica
-from dc_trl.sampling.seeded import EngineSpec
 
 from .helpers import TINY_MODEL, as_words, make_model, make_trainer, plain_logps, refuses
 from .vllm_server import requires_vllm

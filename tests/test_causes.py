@@ -17,7 +17,7 @@ from dc_trl.calibration.result import CalibrationSettings, Split
 from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.records.estimators import Estimate
-from dc_trl.sampling.seeded import EngineSpec
+from dc_trl.sampling.engine_names import EngineSpec
 from dc_trl.serving.fit import schemes_of
 
 from .helpers import floor_and_format, make_model, make_tall_model, refuses, tiny_model

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dc_trl.sampling.seeded import Request, Sampling, ServerEngine
+from dc_trl.sampling.engine_names import Sampling
+from dc_trl.sampling.seeded import Request, ServerEngine
 from dc_trl.serving import connection as connection_module
 from dc_trl.serving.background import abandon_requests, allow_requests, in_thread, pause
 from dc_trl.serving.client import ServerClient, Weights

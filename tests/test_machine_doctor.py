@@ -15,8 +15,6 @@ import pytest
 from dc_trl.doctor import run, smoke
 from dc_trl.doctor.run import (
     DEFAULT_SCHEMES,
-    REPLICA_SCHEMES,
-    SERVED_SCHEMES,
     Check,
     Result,
     Setup,
@@ -26,7 +24,7 @@ from dc_trl.doctor.run import (
     plan_checks,
     run_checks,
 )
-from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
+from dc_trl.quantization.schemes import SCHEMES
 
 from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL, refuses, takes_minutes
 from .vllm_server import requires_vllm, wait_until_gone
@@ -82,8 +80,6 @@ def here(monkeypatch, tmp_path):
 
 
 def test_the_names_are_those_of_the_schemes():
-    assert SERVED_SCHEMES == SCHEMES
-    assert set(REPLICA_SCHEMES) == set(RESEARCH_BITS)
     assert set(DEFAULT_SCHEMES) <= set(SCHEMES)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, tokenize
-from ..sampling.seeded import EngineSpec
+from ..sampling.engine_names import EngineSpec
 from .causes import Case, diagnose, lag_floor
 from .comparison import measure_engine
 from .result import Calibration, CalibrationSettings, EngineMismatch

@@ -22,7 +22,7 @@ from ..serving.errors import ServerRefusedError, ServerUnavailableError
 from ..settings.command_line import OptionParser, add_fields, say, saying_if_slow
 from ..settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
 from . import subcommand
-from .data_arguments import TRAIN_DTYPES, add_prompts
+from .own_arguments import TRAIN_DTYPES, add_prompts
 
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from ..sampling.engine_names import EngineSpec
 from ..sampling.replica import Replica
-from ..sampling.seeded import Disclosed, Engine, EngineSpec, ReplicaEngine, ServerEngine
+from ..sampling.seeded import Disclosed, Engine, ReplicaEngine, ServerEngine
 from ..serving.server import serve
 from ..settings.command_line import say
 

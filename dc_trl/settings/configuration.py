@@ -13,13 +13,10 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from ..files import read_yaml
-from .command_line import METAVARS, NEGATIVE_NUMBER, described, say, unknown_field
+from .command_line import NEGATIVE_NUMBER, described, say, unknown_field
 from .fields import allowed_of
 from .paths import config_file
 from .recipes import DECIDED
-
-
-_METAVARS = METAVARS | {string_to_bool: "BOOL"}
 
 
 class ConfigurationParser(HfArgumentParser):
@@ -43,11 +40,11 @@ class ConfigurationParser(HfArgumentParser):
         if word not in ("all", *actions):
             raise ValueError(unknown_field(word, actions))
         named = actions.values() if word == "all" else [actions[word]]
-        kinds = [_METAVARS.get(action.type, "TEXT") for action in named]
-        return "\n".join(
-            described(action.dest, kind, action.help or "", None, action.choices or (), action.default)
-            for action, kind in zip(named, kinds, strict=True)
-        )
+        lines = []
+        for action in named:
+            kind = bool if action.type is string_to_bool else action.type
+            lines.append(described(action.dest, kind, action.help or "", None, action.choices, action.default))
+        return "\n".join(lines)
 
     def _check_value(self, action: Action, value: Any) -> None:
         if action.dest not in self._checked:  # their dataclasses refuse in the same words what a file or Python gives
