@@ -78,6 +78,7 @@ WRONG = {
     "a token that is no whole number": of_last(token_ids=[20.5, 21, 1]),
     "more tokens than were asked for": of_last(token_ids=[20] * 500),
     "nothing at all": lambda answer: {"choices": [each | EMPTY for each in answer["choices"]]},
+    "no text": of_last(text=None),
     "broken off": of_last(finish_reason="abort"),
 }
 WRONG_LOGPS = {
@@ -214,4 +215,7 @@ def test_answers_about_the_server_in_another_format_are_refused(servers):
         server.says = {path: (200, text)}
         with refuses(ServerError, server.url, path):
             client.hold(Weights(f"new-{len(path)}", Path("anywhere")), reload=True)
+    server.says = {"/v1/models": (200, '{"data": [{"id": "a", "root": "a", "max_model_len": 1e400}]}')}
+    with refuses(ServerError, server.url, "/v1/models"):
+        ServerEngine(server.url)
     server.says = {}

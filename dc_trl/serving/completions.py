@@ -15,7 +15,7 @@ _LOWEST, _HIGHEST = -1e4, 1e-4  # of a log-probability: vLLM writes −9999 for 
 _LEAST = math.log(2.0**-149)  # of a sampled token: in float32 anything lower has the probability 0
 # What an answer in another format raises where it is read; the later ones too deep JSON, or the header of an array.
 MALFORMED: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, AttributeError)
-MALFORMED += (RecursionError, MemoryError, SyntaxError, TokenError)
+MALFORMED += (RecursionError, MemoryError, SyntaxError, TokenError, OverflowError)
 
 
 class EndToken(int):
@@ -88,6 +88,8 @@ def require_rollout(
                 or not 0 <= every.min() <= every.max() < (vocabulary or 2**31)
             ):
                 raise ValueError(f"choice {number} has a token that is not in the vocabulary of {vocabulary}")
+            if not isinstance(choice.get("text", ""), str):
+                raise ValueError(f"choice {number} has the text {choice['text']!r}")
             if len(ids) > request.get("max_tokens", len(ids)):
                 raise ValueError(f"choice {number} has {len(ids)} tokens where {request['max_tokens']} were allowed")
             if request.get("logprobs") is not None:
