@@ -26,7 +26,7 @@ from .data.prompts import ends_with_answer, require_messages, unread_text
 from .grading.checked_reward import checked_reward, excerpt, require_callable, reward_name
 from .quantization.adapter import require_adapter_beside
 from .quantization.head import FusedHead, given, logits_of
-from .quantization.policy import base_model
+from .quantization.policy import base_model, require_finite
 from .settings.distribution import require_whole_models, sharding_of
 from .settings.paths import require_model_path
 from .settings.pretrained import load_config
@@ -317,11 +317,8 @@ def _require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
 
 
 def require_trainable(policy: nn.Module) -> None:
-    """Refuse an unwrapped policy without a trainable parameter.
-
-    Raises:
-        ValueError: no parameter is trainable.
-    """
+    """Refuse an unwrapped policy without a trainable parameter, or with one that is not finite."""
+    require_finite(policy)
     if not any(weight.requires_grad for weight in policy.parameters()):
         raise ValueError(
             "model has no trainable parameter (requires_grad is False for all of them): call "

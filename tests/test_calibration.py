@@ -100,6 +100,14 @@ def test_token_reduction_and_other_measures():
         assert result.estimates["discrepancy"].value == pytest.approx(statistics.fmean(delta)), name
 
 
+def test_what_is_not_known_is_noted():
+    rollouts, train = random_rollouts()
+    train[0][0] = math.nan
+    found = measure("fp8", rollouts, train, batch_prompts=2)
+    assert math.isnan(found.estimates["discrepancy"].value)
+    assert any("weights of this model" in note for note in found.notes)
+
+
 def test_tolerance_by_hand():
     # A batch of one prompt has δ̄ 0.001 or 0.003, equally often: mean 0.002. Of the two, which are two independent
     # batches, the standard deviation is 0.001·√2, and t with one degree of freedom is 12.706205.

@@ -29,6 +29,7 @@ from transformers import (
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.async_grpo import AsyncDCGRPOConfig
+from dc_trl.command import call
 from dc_trl.command.train import main
 from dc_trl.gate import _look_at, warn_of_rounding
 from dc_trl.grading.checked_reward import checked_reward, is_async, require_rewards
@@ -104,10 +105,18 @@ def needs_solution(completions, solution, **kwargs):
     return [0.0 for _ in completions]
 
 
+def diverged():
+    model = make_model()
+    with torch.no_grad():
+        model.model.norm.weight[5] = math.inf
+    return model
+
+
 # A name; what makes the model's folder; other settings; and what the refusal has to name.
 MISTAKES = [
     ("adapter", adapter, {}, ["holds an adapter", "docs/lora.md"]),
     ("no model", lambda folder: folder.mkdir() or folder, {}, ["has no config.json"]),
+    ("diverged", lambda f: saved(f, diverged()), {}, ["model.norm.weight is not finite", "checkpoint of before"]),
     ("a run's deployment", deployment, {}, ["is quantized (compressed-tensors)", "like a run's deployment/"]),
     ("no end token", lambda f: saved(f, make_model(), tokenizer_with(eos_token=None)), {}, ["has no eos_token"]),
     (
@@ -200,6 +209,15 @@ def test_the_command_and_python_refuse_in_the_same_words(tmp_path, folder, setti
     for word in words:
         assert word in python
     assert command.replace("model_name_or_path=", "model=") == python
+
+
+@pytest.mark.parametrize("command", ["calibrate", "evaluate"])
+def test_what_samples_from_a_diverged_model_refuses_it(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", str(saved(tmp_path / "model", diverged())), "--engine", "replica:bf16", "--max_tokens", "4"]
+    words += ["--prompts", "2"] if command == "calibrate" else ["--benchmarks", "arithmetic", "--limit", "2"]
+    with pytest.raises(SystemExit, match=r"norm\.weight is not finite"):
+        call(command, words)
 
 
 # --- what only Python meets -----------------------------------------------------------------------------------------
