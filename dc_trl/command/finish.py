@@ -27,7 +27,7 @@ from ..records.runs import (
     run_ended,
 )
 from ..records.tables import print_table
-from ..records.verdict import destroyed, verdict_of
+from ..records.verdict import verdict_of
 from ..run.card import CARD_FILE
 from ..run.interruption import RunInterrupted, StopSignals
 from ..run.manifest import checkpoints, on_main_process
@@ -79,8 +79,7 @@ def run(
     if alarm is not None and alarm.stopped is not None:
         # The last trained weights must not be taken for the run's result.
         way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
-        ruin = destroyed(Run("", trainer.state.log_history))
-        return f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}. {ruin or ''}".rstrip()
+        return f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}."
     if not is_saved:
         if trainer.is_fsdp_enabled:  # accelerate's default of FSDP2 saves shards, which are no model
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
