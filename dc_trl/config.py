@@ -118,9 +118,9 @@ class DCGRPOConfig(TrainerFields, ConstraintSettings, GRPOConfig):
 
     def _check_sampling(self) -> None:
         sampling, given = self.sampling, self.generation_kwargs or {}
-        of_transformers = vars(GenerationConfig()).keys()
-        known = VLLM_SETTINGS if self.use_vllm else of_transformers if self.deployment_scheme else given
-        for name in given:
+        for name in given if self.use_vllm or self.deployment_scheme else ():
+            of_transformers = vars(GenerationConfig()).keys()
+            known = VLLM_SETTINGS if self.use_vllm else of_transformers
             if name not in known:
                 engine = "vLLM" if self.use_vllm else "transformers, and with it the replica,"
                 other = f"leave it out, or set use_vllm={not self.use_vllm}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from accelerate import PartialState
@@ -386,6 +386,9 @@ def warn_of_rounding(policy: nn.Module, optimizer: str, learning_rate: float) ->
         )
 
 
+Tokenized: TypeAlias = tuple[Sequence[Sequence[int]], list]  # token ids of prompts, and the prompts
+
+
 class Limits(NamedTuple):
     """The limits of what a model can read.
 
@@ -526,23 +529,22 @@ def _alike(trainer: GRPOTrainer, prompts: list[Any]) -> Iterator[list[Any]]:
             yield [*group]
 
 
-def within_server(trainer: GRPOTrainer, limits: Limits, context: int, prompts: list[Any]) -> Limits:
+def within_server(args: DCGRPOConfig, limits: Limits, context: int, first: Sequence[Tokenized]) -> Limits:
     """Return the limits with those of the server that samples; refuse a prompt for which it has no room.
 
     Args:
-        trainer: trainer with its server.
-        limits: limits of its policy.
+        args: settings of the run.
+        limits, first: results of `require_fit`.
         context: largest number of tokens of prompt and completion together that the server takes.
-        prompts: first prompts of the data sets.
     """
-    asked = (trainer.args.generation_kwargs or {}).get("max_tokens", limits.completion)
+    asked = (args.generation_kwargs or {}).get("max_tokens", limits.completion)
     limits = limits._replace(server=context, completion=asked)
-    for alike in _alike(trainer, prompts):
-        limits.require(trainer._tokenize_prompts(alike)[0], alike)
+    for each in first:
+        limits.require(*each)
     return limits
 
 
-def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
+def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> tuple[Limits | None, list[Tokenized]]:
     """Refuse a loaded policy that would not learn, or does not fit tokenizer and prompts; check what rewards return.
 
     Args:
@@ -550,7 +552,8 @@ def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
         prompts: first prompts of the data sets.
 
     Returns:
-        What the policy can read; None with images, which become tokens that are not in the text.
+        What the policy can read; None with images, which become tokens that are not in the text. And the prompts'
+        tokens, each data set's with its prompts.
 
     Raises:
         ValueError: see `require_trainable`, `require_same_logits`, `limits_of` and `require_adapter_beside`.
@@ -563,16 +566,16 @@ def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
     # DeepSpeed and FSDP keep weights in float32 beside those that compute.
     if trainer.optimizer is None and sharding_of(args).kind is None:
         warn_of_rounding(trainer.model, str(args.optim), args.learning_rate)
-    limits = None
+    limits, first = None, list[Tokenized]()
     if not isinstance(trainer.processing_class, ProcessorMixin):
         context = args.vllm_max_model_length if args.use_vllm else None
         policy = base_model(trainer.model)
         limits = limits_of(policy, trainer._tokenizer, args.max_completion_length, context)
         for alike in _alike(trainer, prompts):
             require_read(trainer, alike)
-            prompt_ids = trainer._tokenize_prompts(alike)[0]
-            limits.require(prompt_ids, alike)
-            limits.warn(prompt_ids)
+            first.append((trainer._tokenize_prompts(alike)[0], alike))
+            limits.require(*first[-1])
+            limits.warn(first[-1][0])
     trainer.reward_funcs = [
         function if isinstance(function, nn.Module) else checked_reward(function, name)
         for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
@@ -582,4 +585,4 @@ def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
             f"reward_weights={trainer.reward_weights.tolist()}: all advantages will be 0, so nothing is learned. "
             "Give at least one reward another weight."
         )
-    return limits
+    return limits, first

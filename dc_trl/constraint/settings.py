@@ -1,8 +1,8 @@
 """The settings of the constraint and of the correction, which both trainers have. This module needs no TRL."""
 
 import re
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -131,7 +131,7 @@ class ConstraintSettings:
                 raise TypeError(unknown_field(name, known))
         return super().__new__(cls)
 
-    acts = False  # while a trainer is built that heeds these fields
+    acts = False  # whether a trainer is being built that heeds these fields
 
     @property
     def place_model_on_device(self) -> None:
@@ -147,6 +147,16 @@ class ConstraintSettings:
                 f"{asked}={getattr(self, asked)!r} of a {type(self).__name__} acts in {ours} alone, and another "
                 f"trainer was given it as args: use {ours}, or TRL's own configuration."
             )
+
+    @contextmanager
+    def having(self, **values: Any) -> Iterator[None]:
+        """Give fields other values in the block."""
+        own = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(own)
 
     @property
     def correction_names(self) -> tuple[str, ...]:
