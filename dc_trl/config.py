@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
-from transformers import GenerationConfig
+from transformers import GenerationConfig, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import GRPOConfig
 
@@ -75,6 +76,7 @@ class DCGRPOConfig(TrainerFields, ConstraintSettings, GRPOConfig):
             require_choice("report_to", tracker, INTEGRATION_TO_CALLBACK)
             if tracker not in get_available_reporting_integrations():
                 raise ValueError(f"report_to={tracker!r} is not installed: pip install {tracker}, or set 'none'.")
+        self._require_schedule()
         require_division(self)
         recompute_once(self)
         require_consistent(self)
@@ -87,6 +89,18 @@ class DCGRPOConfig(TrainerFields, ConstraintSettings, GRPOConfig):
                 f"{self.split_by} acts on what the weights did since they sampled, which is nothing with "
                 "weight_sync_steps=1 and rollout_overlap=False: it changes nothing in this run."
             )
+
+    def _require_schedule(self) -> None:
+        weight = torch.zeros(1, requires_grad=True)
+        try:
+            get_scheduler(
+                self.lr_scheduler_type, torch.optim.SGD([weight], self.learning_rate), 1, 2, self.lr_scheduler_kwargs
+            )
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            kind = self.lr_scheduler_type.value
+            raise ValueError(
+                f"lr_scheduler_type={kind!r} with lr_scheduler_kwargs={self.lr_scheduler_kwargs!r}: {error}."
+            ) from error
 
     @property
     def may_lag(self) -> bool:

@@ -132,6 +132,7 @@ def test_an_unknown_command_gets_the_nearest_name(word, name, capsys):
     ("words", "expected"),
     [
         ("xyz", "'xyz' is no command: use one of train, serve"),
+        ("train", "no setting is given: name a configuration by --config"),
         ("train --lamda_init 0.5", "--lamda_init is no field of the configuration: did you mean --lambda_init?"),
         ("train --help lamda_init", "lamda_init is no field of the configuration: did you mean lambda_init?"),
         ("train --max_step 3", "did you mean --max_steps?"),  # would be an abbreviation
@@ -139,6 +140,12 @@ def test_an_unknown_command_gets_the_nearest_name(word, name, capsys):
         ("train --config quikstart", "config='quikstart' is no file: give the path of a YAML file"),
         ("train --config wrong.yaml", "lamda_lr is no field of the configuration: did you mean lambda_lr?"),
         ("calibrate --model a/b", "the following arguments are required: --engine"),
+        ("calibrate --model a/b --engine bf16 --device banana", "device='banana' cannot be used"),
+        ("calibrate --model a/b --engine bf16 --output wrong.yaml", "output='wrong.yaml'"),
+        (
+            "evaluate --model a/b --chat_template_kwargs [1]",
+            "--chat_template_kwargs: invalid json_object value: '[1]'",
+        ),
         ("evaluate --model ./none", "model='./none' does not exist"),
         ("prepare-data --file no.parquet --output out", "no.parquet"),
     ],

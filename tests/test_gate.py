@@ -211,6 +211,16 @@ def test_the_command_and_python_refuse_in_the_same_words(tmp_path, folder, setti
     assert command.replace("model_name_or_path=", "model=") == python
 
 
+def one_for_all(completions, **kwargs):
+    return [1.0]
+
+
+def test_the_command_ends_in_one_line_where_a_function_returns_no_rewards(tmp_path):
+    words = ["--config", "quickstart", "--output_dir", str(tmp_path), "--rewards", f"{__name__}.one_for_all"]
+    with pytest.raises(SystemExit, match=r"^error: reward function 'one_for_all' returned 1 rewards for 8 .*None\.$"):
+        call("train", [*words, "--eval_size", "0", "--per_device_train_batch_size", "8"])
+
+
 @pytest.mark.parametrize("command", ["calibrate", "evaluate"])
 def test_what_samples_from_a_diverged_model_refuses_it(tmp_path, command, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -26,6 +26,7 @@ from ..settings.command_line import (
     add_template,
     say,
 )
+from ..settings.paths import require_folder
 from ..settings.ranges import COUNT, Range, require_numbers
 from . import subcommand
 from .own_arguments import DATA_FIELDS, TRAIN_DTYPES, DataArguments, add_prompts
@@ -84,10 +85,21 @@ def drawn_prompts(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase"
     return draw_prompts(data, tokenizer, args.prompts, args.seed)
 
 
+def device_of(args: argparse.Namespace) -> str:
+    """Return the device that is asked for, by default a GPU where there is one; refuse one that cannot be used."""
+    import torch
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter where PyTorch is built without it
+        raise ValueError(f"device={device!r} cannot be used ({str(error).splitlines()[0]}): leave it out.") from error
+    return device
+
+
 @subcommand(make_parser)
 def main(args: argparse.Namespace) -> None:
     # They take seconds, which --help does not need.
-    import torch
     from transformers import AutoModelForCausalLM
 
     from ..calibration import calibrate
@@ -97,7 +109,8 @@ def main(args: argparse.Namespace) -> None:
 
     # Wrong options are refused before the model is loaded.
     require_numbers(args, RANGES)
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.device = device_of(args)
+    require_folder("output", args.output)
     dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
     settings = CalibrationSettings(
         **{name: getattr(args, name) for names in SETTINGS.values() for name in names},

@@ -21,6 +21,7 @@ from ..settings.command_line import (
     add_serve_options,
     add_template,
 )
+from ..settings.paths import require_folder
 from ..settings.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers
 from . import subcommand
 
@@ -101,6 +102,7 @@ def main(args: argparse.Namespace) -> None:
     named = {parse_benchmark(word)[0]: word for word in words}  # the last word about a benchmark counts
     benchmarks = [Benchmark.load(word, samples=args.samples, limit=args.limit) for word in named.values()]
     output: Path = args.output or Path("runs", "evaluation")
+    require_folder("output", output)
     output.mkdir(parents=True, exist_ok=True)
     prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, args.chat_template_kwargs).values()]
     evaluations = []

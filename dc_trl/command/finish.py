@@ -14,6 +14,7 @@ from ..callbacks.before_and_after import BeforeAndAfter
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..data.dapo import DAPO
 from ..files import write_text
+from ..grading.checked_reward import RewardError
 from ..records.runs import (
     DEPLOYMENT_FOLDER,
     FIGURE_FILE,
@@ -64,6 +65,8 @@ def run(
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     except (ServerError, RunInterrupted, DivergedError) as error:
         return _end_early(trainer, error, stack)
+    except RewardError as error:  # of this process, for which the others do not wait
+        return "\n".join([f"error: {error}", *vars(error).get("__notes__", ())])
     folder, step = Path(trainer.args.output_dir), trainer.state.global_step
 
     def what_is_done() -> tuple[bool, bool]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..files import write_text
 from ..settings.command_line import OptionParser
+from ..settings.paths import require_folder
 from . import subcommand
 
 
@@ -45,6 +46,7 @@ def main(args: Namespace) -> None:
     # What can be wrong with the input is found before rows are read.
     if output.exists():
         raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
+    require_folder("output", output)
     files = dict(map(parse_benchmark, PUBLISHED if args.benchmarks is None else args.benchmarks))
     rows = load_dapo(args.file, args.prompt_column, args.answer_column)
     kept, dropped = clean(rows, {name: load_benchmark(name, file) for name, file in files.items()})

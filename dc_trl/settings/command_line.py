@@ -19,8 +19,15 @@ from ..secrets import printable
 from .paths import shipped
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Return the object that a text is in JSON; a `ValueError` if it is none."""
+    if not isinstance(found := json.loads(text), dict):
+        raise ValueError(text)
+    return found
+
+
 # What stands for the value of an option in a help, by what reads the value; "TEXT" for all else.
-METAVARS: dict[Any, str] = {bool: "BOOL", int: "INT", float: "FLOAT", Path: "PATH", json.loads: "JSON"}
+METAVARS: dict[Any, str] = {bool: "BOOL", int: "INT", float: "FLOAT", Path: "PATH", json_object: "JSON"}
 
 
 _INDENT = 24  # columns in front of what a field means
@@ -76,7 +83,9 @@ def add_model(group: argparse._ActionsContainer, what: str, required: bool = Tru
 
 def add_template(group: argparse._ActionsContainer) -> None:
     """Add the option for variables of the chat template: `--chat_template_kwargs`."""
-    group.add_argument("--chat_template_kwargs", type=json.loads, default={}, help="as '{\"enable_thinking\": false}'")
+    group.add_argument(
+        "--chat_template_kwargs", type=json_object, default={}, help="as '{\"enable_thinking\": false}'"
+    )
 
 
 def add_serve_options(group: argparse._ActionsContainer) -> None:
