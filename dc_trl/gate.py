@@ -150,10 +150,10 @@ def require_startable(
 
 def _config_of(model: Any, args: Any, field: str) -> PretrainedConfig:
     """Return the configuration of a model, or of the Hub id or directory that the option `field` gives."""
-    if isinstance(model, nn.Module):
+    if isinstance(model, PreTrainedModel | PeftModel):
         return model.config
     if not isinstance(model, str):
-        raise TypeError(f"{field}={model!r} has the type {type(model).__name__}: give text, or a loaded model.")
+        raise TypeError(f"{field}={excerpt(model)} has the type {type(model).__name__}: give text, or a loaded model.")
     options = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
     return load_config(model, field, **{name: options[name] for name in _OF_A_CONFIG & options.keys()})
 
@@ -354,7 +354,8 @@ def require_same_logits(policy: nn.Module, temperature: float) -> None:
         own = logits_of(model, hidden[0], FusedHead(head, hidden))[:-1] / temperature
         with given(model, hidden):
             fused = model.forward(input_ids=labels, labels=labels, fused_lm_head=True).log_probs
-        same = torch.allclose(own.log_softmax(-1).gather(1, labels[:, 1:].T), fused.T, atol=_SAME_LOG_PROBS)
+        logps = own.log_softmax(-1).gather(1, labels[:, 1:].T).to(fused)
+        same = torch.allclose(logps, fused.T, atol=_SAME_LOG_PROBS)
     if not same:
         raise ValueError(
             f"model: a {type(model).__name__} computes its logits otherwise than TRL's trainer, whose loss would have "
@@ -560,6 +561,10 @@ def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> tuple[Limits | None
     """
     args = trainer.args
     require_trainable(trainer.model)
+    if trainer.optimizer is not None:
+        moved = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
+        if moved.isdisjoint(map(id, trainer.model.parameters())):
+            raise ValueError("optimizers: the optimizer has no parameter of the model: make it of model.parameters().")
     require_same_logits(trainer.model, trainer.temperature)
     if args.lora_deployment == "adapter":
         require_adapter_beside(trainer.model)

@@ -309,6 +309,15 @@ REFUSED = {
     "one of two functions": ({"rewards": [distinct_characters, None]}, ["reward_funcs", "None", "function"]),
     "functions in a tuple": ({"rewards": (distinct_characters,)}, ["reward_funcs", "tuple", "list"]),
     "no **kwargs": ({"rewards": lambda completions: [0.0]}, ["unexpected keyword argument", "**kwargs"]),
+    "a column that rewards are given anyway": (
+        {"rows": make_prompts().add_column("prompts", ["x"] * 16)},
+        ["'prompts'", "rename that column"],
+    ),
+    "an optimizer of another model": (
+        lambda t: {"optimizers": (torch.optim.SGD(make_model().parameters(), 0.1), None)},
+        ["optimizers", "model.parameters()"],
+    ),
+    "a module as the model": (lambda t: {"model": torch.nn.Linear(2, 2)}, ["model=Linear", "text"]),
     "a path as the model": (lambda t: {"model": t}, ["model=", "Path", "text"]),
 }
 

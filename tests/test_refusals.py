@@ -95,6 +95,18 @@ vllm_group_port: 0 | vllm_group_port=0 whole 1
 fp16: true, bf16: true | fp16=True bf16=True
 seed: -1 | seed=-1 whole 0
 data_seed: -1 | data_seed=-1 whole 0
+steps_per_generation: 0 | steps_per_generation=0 whole 1
+max_grad_norm: -1.0 | max_grad_norm=-1.0 finite 0
+epsilon_high: -1.0 | epsilon_high=-1.0 finite 0
+delta: -1.0 | delta=-1.0 finite 0
+adam_epsilon: -1.0 | adam_epsilon=-1.0 finite 0
+num_train_epochs: .nan | num_train_epochs=nan finite 0
+adam_beta1: 2.0 | adam_beta1=2.0 0 1
+adam_beta2: 2.0 | adam_beta2=2.0 0 1
+min_p: 2.0 | min_p=2.0 0 1
+top_entropy_quantile: 2.0 | top_entropy_quantile=2.0 0 1
+repetition_penalty: 0.0 | repetition_penalty=0.0 above
+top_k: -7 | top_k=-7 whole -1
 dataloader_num_workers: -1 | dataloader_num_workers=-1 whole 0
 neftune_noise_alpha: -5.0 | neftune_noise_alpha=-5.0 finite 0
 lr_scheduler_type: cosine_with_min_lr | lr_scheduler_type='cosine_with_min_lr' lr_scheduler_kwargs=None min_lr

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from ..settings.command_line import unknown_field
 from ..settings.fields import require_fields, setting
 from ..settings.neutral_sampling import SAMPLING_FIELDS, restrictions, truncations
-from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
+from ..settings.ranges import AT_LEAST_0, COUNT, UNIT, Range, require_number
 from ..settings.recipes import UNCONSTRAINED, fill_in
 
 
@@ -105,7 +105,7 @@ class ConstraintSettings:
         '"geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for PPO\'s clip 1.24. For "tv_mask" it is a '
         "difference of probabilities, by default 0.2 (SkyRL).",
     )
-    rollout_correction_min: Annotated[float | None, Range(least=0, most=1)] = setting(
+    rollout_correction_min: Annotated[float | None, UNIT] = setting(
         None,
         'Lower bound of the correction. If it is not set: 0, for "geometric_mask" 0.99, for "icepop" 0.5, for PPO\'s '
         'clips 0.76. "tv_mask" has none.',

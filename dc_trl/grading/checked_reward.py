@@ -102,8 +102,10 @@ def require_callable(
 
     It is given the rows' `columns` and this run's `extra` arguments; with `more`, a `rollout_func` may add others.
     """
-    given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-    given |= {*extra, *columns} - {"prompt", "completion"}  # which TRL does not pass: `prompts` holds the former
+    given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", *extra}
+    if twice := given & {*columns}:
+        raise ValueError(f"{named} is given {twice.pop()!r} by the trainer: rename that column of the data set.")
+    given |= {*columns} - {"prompt", "completion"}  # which TRL does not pass: `prompts` holds the former
     try:
         signature = inspect.signature(reward)
     except ValueError:  # a function in C may have none

@@ -5,7 +5,7 @@ from functools import wraps
 
 from accelerate.logging import get_logger
 
-from ..serving.completions import EndToken, require_log_probs
+from ..serving.completions import EndToken, require_log_probs, require_tokens
 
 
 logger = get_logger(__name__)
@@ -68,9 +68,17 @@ def checked_rollouts(rollout_func):
     @wraps(rollout_func)
     def rollout(prompts, trainer):
         output = rollout_func(prompts, trainer)
+        if not isinstance(output, dict):
+            raise ValueError(
+                f"rollout_func returned a {type(output).__name__}: return a dictionary of prompt_ids, completion_ids "
+                "and logprobs."
+            )
         if not {"completion_ids", "logprobs"} <= output.keys():
             return output  # TRL's error names the missing keys
         completion_ids, logprobs = output["completion_ids"], output["logprobs"]
+        limits = trainer._limits  # None with images
+        for number, ids in enumerate(completion_ids):
+            require_tokens(ids, limits and limits.tokens, f"rollout_func: completion {number}")
         masks = output.get("env_mask") or [[1] * len(ids) for ids in completion_ids]
         for number, (ids, values) in enumerate(zip(completion_ids, logprobs or (), strict=logprobs is not None)):
             outside = {at for at, of_policy in enumerate(masks[number]) if not of_policy}  # nobody has sampled these

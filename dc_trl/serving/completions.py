@@ -30,6 +30,15 @@ def ended(ids: list[int]) -> list[int]:
     return [*ids[:-1], *map(EndToken, ids[-1:])]
 
 
+def require_tokens(ids: Any, vocabulary: int | None, what: str) -> None:
+    """Refuse what is no list of token ids below `vocabulary`, None if that is unknown, by a `ValueError`."""
+    if not isinstance(ids, list):
+        raise ValueError(f"{what} is a {type(ids).__name__}, and no list of tokens")
+    every = np.asarray(ids or [0])
+    if every.dtype.kind != "i" or every.ndim != 1 or not 0 <= every.min() <= every.max() < (vocabulary or 2**31):
+        raise ValueError(f"{what} has a token that is not in the vocabulary of {vocabulary}")
+
+
 def require_log_probs(values: Any, count: int | None = None, lowest: float = _LEAST) -> None:
     """Refuse what cannot be log-probabilities of tokens, in nats; NaN may be among them.
 
@@ -81,13 +90,7 @@ def require_rollout(
             if choice["finish_reason"] in (None, "abort", "error"):
                 raise ServerUnavailableError(f"vLLM at {where} broke off choice {number}")
             ids = choice["token_ids"]
-            every = np.asarray(ids or [0])
-            if (
-                every.dtype.kind != "i"
-                or every.ndim != 1
-                or not 0 <= every.min() <= every.max() < (vocabulary or 2**31)
-            ):
-                raise ValueError(f"choice {number} has a token that is not in the vocabulary of {vocabulary}")
+            require_tokens(ids, vocabulary, f"choice {number}")
             if not isinstance(choice.get("text", ""), str):
                 raise ValueError(f"choice {number} has the text {choice['text']!r}")
             if len(ids) > request.get("max_tokens", len(ids)):

@@ -19,20 +19,23 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..secrets import require_open_address
 from .paths import require_folder
-from .ranges import ABOVE_0, AT_LEAST_0, COUNT, PORT, SEED, SHARE, WHOLE, Range, require_choice, require_number
+from .ranges import ABOVE_0, AT_LEAST_0, COUNT, PORT, SEED, SHARE, UNIT, WHOLE, Range, require_choice, require_number
 
 
 # What fields of TRL and transformers may be that a run would otherwise meet once its engine is up, or never.
 TRL_ALLOWED: dict[str, Range | tuple[Any, ...]] = {
     **dict.fromkeys(("max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps"), COUNT),
     **dict.fromkeys(("num_iterations", "vllm_max_model_length", "save_total_limit", "lora_r"), COUNT),
+    "steps_per_generation": COUNT,
     **dict.fromkeys(("vllm_server_port", "vllm_group_port"), PORT),
-    **dict.fromkeys(("learning_rate", "weight_decay", "beta", "neftune_noise_alpha"), AT_LEAST_0),
+    **dict.fromkeys(("learning_rate", "weight_decay", "beta", "neftune_noise_alpha", "max_grad_norm"), AT_LEAST_0),
+    **dict.fromkeys(("epsilon_high", "delta", "adam_epsilon", "num_train_epochs"), AT_LEAST_0),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "min_p", "top_entropy_quantile", "lora_dropout"), UNIT),
+    **dict.fromkeys(("temperature", "repetition_penalty"), ABOVE_0),
+    "top_k": Range(least=-1, whole=True),
     **dict.fromkeys(("seed", "data_seed"), SEED),
     "dataloader_num_workers": WHOLE,
-    "lora_dropout": Range(least=0, most=1),
     **dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), SHARE),
-    "temperature": ABOVE_0,
     "num_generations": Range(least=2, whole=True),
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("group", "batch", "none", True, False),
