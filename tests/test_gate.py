@@ -318,7 +318,6 @@ REFUSED = {
         ["optimizers", "model.parameters()"],
     ),
     "a module as the model": (lambda t: {"model": torch.nn.Linear(2, 2)}, ["model=Linear", "text"]),
-    "a path as the model": (lambda t: {"model": t}, ["model=", "Path", "text"]),
 }
 
 

@@ -22,8 +22,8 @@ class RunArguments(NamedTuple):
     model: ModelConfig
 
     @classmethod
-    def parse(cls, words: Sequence[str] | None = None) -> "RunArguments":
-        """Read a command line, by default that of the process, and the file that its `--config` names.
+    def parse(cls, words: Sequence[str]) -> "RunArguments":
+        """Read the words of a command line, and the file that its `--config` names.
 
         Raises:
             ValueError: a setting or the file is refused; the message names the file, or the field with its value.

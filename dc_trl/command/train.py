@@ -50,7 +50,7 @@ def train(
     sys.path.append(os.getcwd())  # the user's own reward functions are here
     with StopSignals() as signals, ExitStack() as stack:
         with refused_in_one_line(TypeError, ServerError):
-            arguments = RunArguments.parse(words)
+            arguments = RunArguments.parse(given)
             from .build import build_trainer  # takes seconds more, for which a refusal need not wait
             from .finish import run
 
