@@ -14,7 +14,6 @@ import pytest
 
 from dc_trl.doctor import run, smoke
 from dc_trl.doctor.run import (
-    DEFAULT_SCHEMES,
     Check,
     Result,
     Setup,
@@ -24,7 +23,6 @@ from dc_trl.doctor.run import (
     plan_checks,
     run_checks,
 )
-from dc_trl.quantization.schemes import SCHEMES
 
 from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL, refuses, takes_minutes
 from .test_gate import diverged, saved
@@ -78,10 +76,6 @@ def test_the_block_says_what_works_and_what_failed():
 def here(monkeypatch, tmp_path):
     """The folder of what a check leaves behind in this process."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-
-def test_the_names_are_those_of_the_schemes():
-    assert set(DEFAULT_SCHEMES) <= set(SCHEMES)
 
 
 def found_by(probe, scheme, model=TINY_MODEL):
