@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
+import torch
 from accelerate.logging import get_logger
-from transformers import GenerationConfig
+from transformers import GenerationConfig, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import GRPOConfig
 
@@ -17,15 +18,14 @@ from .quantization.schemes import SERVED_SCHEMES, require_scheme, require_served
 from .settings.command_line import nearest
 from .settings.contradictions import require_consistent
 from .settings.distribution import recompute_once, require_division
-from .settings.fields import require_fields, setting, values_named
+from .settings.fields import require_fields, values_named
 from .settings.neutral_sampling import TRUNCATIONS, VLLM_SETTINGS
-from .settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, FINITE, WHOLE, require_choice, require_number
+from .settings.ranges import FINITE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe, fill_in
+from .settings.trainer_fields import TrainerFields
 
 
 logger = get_logger(__name__)
-
-LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
 
 # What the values of `train_through_quantization` mean.
 _THROUGH: dict[str, Any] = {"true": True, "all": True, "weights": "weights", "false": False}
@@ -35,7 +35,7 @@ _COLOCATED_LOGPROBS = 20
 
 
 @dataclass
-class DCGRPOConfig(ConstraintSettings, GRPOConfig):
+class DCGRPOConfig(TrainerFields, ConstraintSettings, GRPOConfig):
     """Configuration of [`DCGRPOTrainer`]: everything of [`~trl.GRPOConfig`], and the discrepancy constraint.
 
     The defaults train as TRL does, and measure. `recipe="paper"` is the dense 8B recipe of DC-GRPO (arXiv 2606.08779).
@@ -50,97 +50,6 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             fields, their values and the remedy.
         TypeError: there is no field of a name that was given.
     """
-
-    recipe: Recipe = setting(
-        "trl",
-        'Where the fields that are left open get their values. "trl": TRL\'s GRPOConfig, with constraint="none". '
-        '"paper": DC-GRPO (arXiv 2606.08779). "lag", "format" and "both": what docs/study.md found best for a sampler '
-        "whose weights lag, for a coarse number format, and for the two at once; see docs/settings.md.",
-    )
-    # Open, so that the recipe fills them in.
-    epsilon: Annotated[float | None, AT_LEAST_0] = setting(None, "Clip range of the policy ratio (not the tolerance).")
-    loss_type: LossType | None = setting(None, "Loss formulation, see TRL's GRPOConfig.")
-    vllm_importance_sampling_correction: bool | None = setting(
-        None,
-        "TRL's own importance sampling (TIS/MIS). If it is not set, it is on where TRL has it on and no constraint, "
-        "rollout_correction or score_centering takes its place.",
-    )
-
-    drop_zero_std_groups: bool = setting(
-        False,
-        "In training, leave prompts whose completions all got the same reward out of loss and δ̄ (arXiv 2602.01826).",
-    )
-    train_through_quantization: str | None = setting(
-        None,
-        'True or "all" lets the policy\'s layers compute with weights and activations of deployment_scheme, as the '
-        'engine does; "weights" with its weights alone (QUADS, arXiv 2607.15810); False with neither. Gradients pass '
-        "the rounding unchanged; see docs/aligned.md. If it is not set, recipe decides.",
-    )
-    lora_deployment: Literal["merged", "adapter"] = setting(
-        "merged",
-        'How a LoRA adapter is sampled and shipped: "merged" into the weights before they are quantized; "adapter", '
-        "beside a base that is quantized once, so that the adapter alone goes to the server; see docs/lora.md.",
-    )
-    score_centering: bool = setting(
-        False,
-        "Subtract from the score ∇ log π_train of each sampled token the mean score under the sampler's distribution "
-        "(arXiv 2609.20807); see docs/corrections.md.",
-    )
-    score_centering_top_k: Annotated[int | None, COUNT] = setting(
-        None,
-        "Number of the sampler's most probable tokens that score_centering reads at each position. If it is not set, "
-        "the replica returns all tokens, and vLLM 20, the most that it returns by default (--max-logprobs).",
-    )
-    routing_replay: bool = setting(
-        False,
-        "In a mixture of experts, the trainer's forward uses the experts that the engine chose for each token (R3, "
-        "arXiv 2510.11370); a vLLM server needs --enable-return-routed-experts.",
-    )
-    weight_sync: Literal["auto", "nccl", "checkpoint"] = setting(
-        "auto",
-        'How new weights reach a vLLM server: "checkpoint", as the deployable checkpoint; "nccl", by TRL\'s stream; '
-        '"auto", by checkpoint for quantized schemes and where NCCL cannot work (no CUDA, or one shared GPU).',
-    )
-    weight_sync_dir: str | None = setting(
-        None,
-        "Directory that trainer and vLLM server both see under this path, through which checkpoints reach the server; "
-        "by default shared memory (/dev/shm), for a server on the same machine.",
-    )
-    weight_sync_steps: Annotated[int, COUNT] = setting(
-        1, "Optimizer steps after which new weights go to the engine. Above 1 its weights lag, and δ contains the lag."
-    )
-    vllm_server_base_urls: list[str] | None = setting(
-        None,
-        "Addresses of several vLLM servers that sample together; the prompts of one that fails go to the others. If "
-        "vllm_server_base_url is given too, it is that of a router before them (see docs/fast_loop.md).",
-    )
-    rollout_overlap: bool = setting(
-        False,
-        "While a generation batch trains, a vLLM server samples the next one, with the weights from before the "
-        "batch's steps, so that δ contains the lag; see docs/fast_loop.md.",
-    )
-    vllm_request_timeout: Annotated[float | None, ABOVE_0] = setting(
-        None,
-        "Seconds that a request to the vLLM server may take, by default 3600; at most nine tenths of ddp_timeout.",
-    )
-    vllm_max_retries: Annotated[int, WHOLE] = setting(
-        3,
-        "How often a rollout or a synchronization that failed is tried again, each time once a server is up within "
-        "vllm_server_timeout seconds. Then the run saves a checkpoint and stops.",
-    )
-    hub_base_model_id: str | None = setting(
-        None, "Hub id of a base model that is loaded from a directory; a push writes it into model card and adapter."
-    )
-    length_aware_batches: bool = setting(
-        True,
-        "Within an optimizer step completions of similar length share a forward, which reads no more than its own "
-        "longest prompt and completion. Loss and gradient equal TRL's up to rounding; see docs/fast_loop.md.",
-    )
-    export_run: bool = setting(
-        True,
-        "Write history.jsonl, settings.json and run.png into output_dir, and with deployment_scheme the deployable "
-        "checkpoint too (deployment/), as save_model does; see docs/tour.md.",
-    )
 
     def __post_init__(self):
         require_choice("recipe", self.recipe, Recipe)
@@ -167,6 +76,7 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
             require_choice("report_to", tracker, INTEGRATION_TO_CALLBACK)
             if tracker not in get_available_reporting_integrations():
                 raise ValueError(f"report_to={tracker!r} is not installed: pip install {tracker}, or set 'none'.")
+        self._require_schedule()
         require_division(self)
         recompute_once(self)
         require_consistent(self)
@@ -179,6 +89,18 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
                 f"{self.split_by} acts on what the weights did since they sampled, which is nothing with "
                 "weight_sync_steps=1 and rollout_overlap=False: it changes nothing in this run."
             )
+
+    def _require_schedule(self) -> None:
+        weight = torch.zeros(1, requires_grad=True)
+        try:
+            get_scheduler(
+                self.lr_scheduler_type, torch.optim.SGD([weight], self.learning_rate), 1, 2, self.lr_scheduler_kwargs
+            )
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            kind = self.lr_scheduler_type.value
+            raise ValueError(
+                f"lr_scheduler_type={kind!r} with lr_scheduler_kwargs={self.lr_scheduler_kwargs!r}: {error}."
+            ) from error
 
     @property
     def may_lag(self) -> bool:
@@ -210,9 +132,9 @@ class DCGRPOConfig(ConstraintSettings, GRPOConfig):
 
     def _check_sampling(self) -> None:
         sampling, given = self.sampling, self.generation_kwargs or {}
-        of_transformers = vars(GenerationConfig()).keys()
-        known = VLLM_SETTINGS if self.use_vllm else of_transformers if self.deployment_scheme else given
-        for name in given:
+        for name in given if self.use_vllm or self.deployment_scheme else ():
+            of_transformers = vars(GenerationConfig()).keys()
+            known = VLLM_SETTINGS if self.use_vllm else of_transformers
             if name not in known:
                 engine = "vLLM" if self.use_vllm else "transformers, and with it the replica,"
                 other = f"leave it out, or set use_vllm={not self.use_vllm}."

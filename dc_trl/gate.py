@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from accelerate import PartialState
@@ -26,7 +26,7 @@ from .data.prompts import ends_with_answer, require_messages, unread_text
 from .grading.checked_reward import checked_reward, excerpt, require_callable, reward_name
 from .quantization.adapter import require_adapter_beside
 from .quantization.head import FusedHead, given, logits_of
-from .quantization.policy import base_model
+from .quantization.policy import base_model, require_finite
 from .settings.distribution import require_whole_models, sharding_of
 from .settings.paths import require_model_path
 from .settings.pretrained import load_config
@@ -150,10 +150,10 @@ def require_startable(
 
 def _config_of(model: Any, args: Any, field: str) -> PretrainedConfig:
     """Return the configuration of a model, or of the Hub id or directory that the option `field` gives."""
-    if isinstance(model, nn.Module):
+    if isinstance(model, PreTrainedModel | PeftModel):
         return model.config
     if not isinstance(model, str):
-        raise TypeError(f"{field}={model!r} has the type {type(model).__name__}: give text, or a loaded model.")
+        raise TypeError(f"{field}={excerpt(model)} has the type {type(model).__name__}: give text, or a loaded model.")
     options = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
     return load_config(model, field, **{name: options[name] for name in _OF_A_CONFIG & options.keys()})
 
@@ -317,11 +317,8 @@ def _require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
 
 
 def require_trainable(policy: nn.Module) -> None:
-    """Refuse an unwrapped policy without a trainable parameter.
-
-    Raises:
-        ValueError: no parameter is trainable.
-    """
+    """Refuse an unwrapped policy without a trainable parameter, or with one that is not finite."""
+    require_finite(policy)
     if not any(weight.requires_grad for weight in policy.parameters()):
         raise ValueError(
             "model has no trainable parameter (requires_grad is False for all of them): call "
@@ -357,7 +354,8 @@ def require_same_logits(policy: nn.Module, temperature: float) -> None:
         own = logits_of(model, hidden[0], FusedHead(head, hidden))[:-1] / temperature
         with given(model, hidden):
             fused = model.forward(input_ids=labels, labels=labels, fused_lm_head=True).log_probs
-        same = torch.allclose(own.log_softmax(-1).gather(1, labels[:, 1:].T), fused.T, atol=_SAME_LOG_PROBS)
+        logps = own.log_softmax(-1).gather(1, labels[:, 1:].T).to(fused)
+        same = torch.allclose(logps, fused.T, atol=_SAME_LOG_PROBS)
     if not same:
         raise ValueError(
             f"model: a {type(model).__name__} computes its logits otherwise than TRL's trainer, whose loss would have "
@@ -387,6 +385,9 @@ def warn_of_rounding(policy: nn.Module, optimizer: str, learning_rate: float) ->
             f"{still / weights:.1%} of the trainable weights unchanged. Load them in float32 (dtype: float32; in "
             "Python model_init_kwargs={'dtype': 'float32'}) and compute in bfloat16 by bf16=True."
         )
+
+
+Tokenized: TypeAlias = tuple[Sequence[Sequence[int]], list]  # token ids of prompts, and the prompts
 
 
 class Limits(NamedTuple):
@@ -529,23 +530,22 @@ def _alike(trainer: GRPOTrainer, prompts: list[Any]) -> Iterator[list[Any]]:
             yield [*group]
 
 
-def within_server(trainer: GRPOTrainer, limits: Limits, context: int, prompts: list[Any]) -> Limits:
+def within_server(args: DCGRPOConfig, limits: Limits, context: int, first: Sequence[Tokenized]) -> Limits:
     """Return the limits with those of the server that samples; refuse a prompt for which it has no room.
 
     Args:
-        trainer: trainer with its server.
-        limits: limits of its policy.
+        args: settings of the run.
+        limits, first: results of `require_fit`.
         context: largest number of tokens of prompt and completion together that the server takes.
-        prompts: first prompts of the data sets.
     """
-    asked = (trainer.args.generation_kwargs or {}).get("max_tokens", limits.completion)
+    asked = (args.generation_kwargs or {}).get("max_tokens", limits.completion)
     limits = limits._replace(server=context, completion=asked)
-    for alike in _alike(trainer, prompts):
-        limits.require(trainer._tokenize_prompts(alike)[0], alike)
+    for each in first:
+        limits.require(*each)
     return limits
 
 
-def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
+def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> tuple[Limits | None, list[Tokenized]]:
     """Refuse a loaded policy that would not learn, or does not fit tokenizer and prompts; check what rewards return.
 
     Args:
@@ -553,29 +553,34 @@ def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
         prompts: first prompts of the data sets.
 
     Returns:
-        What the policy can read; None with images, which become tokens that are not in the text.
+        What the policy can read; None with images, which become tokens that are not in the text. And the prompts'
+        tokens, each data set's with its prompts.
 
     Raises:
         ValueError: see `require_trainable`, `require_same_logits`, `limits_of` and `require_adapter_beside`.
     """
     args = trainer.args
     require_trainable(trainer.model)
+    if trainer.optimizer is not None:
+        moved = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
+        if moved.isdisjoint(map(id, trainer.model.parameters())):
+            raise ValueError("optimizers: the optimizer has no parameter of the model: make it of model.parameters().")
     require_same_logits(trainer.model, trainer.temperature)
     if args.lora_deployment == "adapter":
         require_adapter_beside(trainer.model)
     # DeepSpeed and FSDP keep weights in float32 beside those that compute.
     if trainer.optimizer is None and sharding_of(args).kind is None:
         warn_of_rounding(trainer.model, str(args.optim), args.learning_rate)
-    limits = None
+    limits, first = None, list[Tokenized]()
     if not isinstance(trainer.processing_class, ProcessorMixin):
         context = args.vllm_max_model_length if args.use_vllm else None
         policy = base_model(trainer.model)
         limits = limits_of(policy, trainer._tokenizer, args.max_completion_length, context)
         for alike in _alike(trainer, prompts):
             require_read(trainer, alike)
-            prompt_ids = trainer._tokenize_prompts(alike)[0]
-            limits.require(prompt_ids, alike)
-            limits.warn(prompt_ids)
+            first.append((trainer._tokenize_prompts(alike)[0], alike))
+            limits.require(*first[-1])
+            limits.warn(first[-1][0])
     trainer.reward_funcs = [
         function if isinstance(function, nn.Module) else checked_reward(function, name)
         for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
@@ -585,4 +590,4 @@ def require_fit(trainer: GRPOTrainer, prompts: list[Any]) -> Limits | None:
             f"reward_weights={trainer.reward_weights.tolist()}: all advantages will be 0, so nothing is learned. "
             "Give at least one reward another weight."
         )
-    return limits
+    return limits, first

@@ -194,8 +194,7 @@ class DCGRPOTrainer(GRPOTrainer):
             self._own_history = HistoryCallback()
             callbacks.insert(0, self._own_history)  # a user's callback finds the files of the same event written
         # TRL would build an engine without a deployment scheme. Ours is built below, when the rest exists.
-        use_vllm, args.use_vllm, args.acts = args.use_vllm, False, True
-        try:
+        with args.having(acts=True, use_vllm=False):
             super().__init__(
                 model,
                 reward_funcs,
@@ -212,18 +211,16 @@ class DCGRPOTrainer(GRPOTrainer):
                 rollout_func=None if rollout_func is None else checked_rollouts(rollout_func),
                 environment_factory=environment_factory,
             )
-        finally:
-            args.use_vllm, args.acts = use_vllm, False
-        self._limits = require_fit(self, prompts)
-        self.use_vllm = use_vllm
+        self._limits, first = require_fit(self, prompts)
+        self.use_vllm = args.use_vllm
         self.sampler = build_sampler(self)
-        if self._limits is not None and use_vllm and args.vllm_mode == "server":
-            self._limits = within_server(self, self._limits, self.vllm_generation.context, prompts)
+        if self._limits is not None and args.use_vllm and args.vllm_mode == "server":
+            self._limits = within_server(args, self._limits, self.vllm_generation.context, first)
         self.parts.extend(parts_of(self))
         self.checkpoints = Checkpoints(self)
         self.run = TrainingRun(self)
         self.exports_at_end = args.exports_deployment
-        if not use_vllm and args.deployment_scheme is None and rollout_func is None:
+        if not args.use_vllm and args.deployment_scheme is None and rollout_func is None:
             logger.warning(f"The mismatch will not be measured: {NOT_MEASURED}")
 
     def create_accelerator_and_postprocess(self):

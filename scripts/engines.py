@@ -42,8 +42,9 @@ from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.tables import print_table
+from dc_trl.sampling.engine_names import Sampling
 from dc_trl.sampling.replica import Replica
-from dc_trl.sampling.seeded import Sampling, ServerEngine, sample_seed
+from dc_trl.sampling.seeded import ServerEngine, sample_seed
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.fit import CPU_EXTENSION
 from dc_trl.serving.server import VLLMServer, serve

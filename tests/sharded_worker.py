@@ -1,8 +1,11 @@
 """What becomes of weights that FSDP2 has sharded over two processes: `-m tests.sharded_worker FOLDER`.
 
-Checkpoints that are written from them, and log-probabilities among kept tokens with their gradient.
+Checkpoints that are written from them, log-probabilities among kept tokens with their gradient, and gradients of one
+process that are not finite.
 """
 
+import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +22,10 @@ from trl.trainer.utils import add_fused_lm_head
 from dc_trl.parts.kept_tokens import KeptHead, Named
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import deployed_tensors
+from dc_trl.run.soundness import DivergedError
 from dc_trl.sampling.named_tokens import KeptLogProb
 
-from .helpers import make_model, make_tokenizer, make_trainer
+from .helpers import Rollouts, make_model, make_tokenizer, make_trainer
 
 
 FOLDER = Path(sys.argv[1])
@@ -65,8 +69,37 @@ def score_among_kept(model) -> tuple[torch.Tensor, torch.Tensor]:
     return logps.detach(), gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
+def spoiled(folder: Path, steps: range) -> dict:
+    """Train with an infinite number in this process's shard of one gradient, at these steps of the last process."""
+    options = {"max_steps": steps.stop - 1, "save_steps": 2, "rollout_func": Rollouts()}
+    trainer = make_trainer(folder, make_model(64), **options)
+    shard(trainer.model, torch.float32)
+    trainer.accelerator.prepare_model = lambda model, **options: model  # accelerate has no FSDP2 on a CPU
+    step, process = trainer.training_step, trainer.accelerator.process_index
+    weights = []
+
+    def training_step(model, *args):
+        weights.append(sum(each.detach().full_tensor().double().sum() for each in model.parameters()).item())
+        loss = step(model, *args)
+        if trainer.state.global_step + 1 in steps and process == 1:
+            next(model.parameters()).grad.to_local().fill_(math.inf)
+        return loss
+
+    trainer.training_step = training_step
+    error = None
+    try:
+        trainer.train()
+    except DivergedError as diverged:
+        error = str(diverged)
+    weights.append(sum(each.detach().full_tensor().double().sum() for each in trainer.model.parameters()).item())
+    saved = sorted(path.name for path in folder.glob("checkpoint-*"))
+    return {"weights": weights, "error": error, "saved": saved, "steps": trainer.state.global_step}
+
+
 def main() -> None:
     accelerator = Accelerator(cpu=True)
+    ends = [spoiled(FOLDER / "one", range(2, 3)), spoiled(FOLDER / "all", range(2, 9))]
+    (FOLDER / f"ends_{accelerator.process_index}.json").write_text(json.dumps(ends))
     torch.save(score_among_kept(shard(make_model(64), torch.float32)), FOLDER / f"kept_{accelerator.process_index}.pt")
     model = shard(make_model(64))
     write(accelerator, model, FOLDER / "sharded")

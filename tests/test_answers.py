@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dc_trl.sampling.seeded import Request, Sampling, ServerEngine
+from dc_trl.sampling.engine_names import Sampling
+from dc_trl.sampling.seeded import Request, ServerEngine
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.completions import require_rollout
 from dc_trl.serving.connection import Patience
@@ -77,6 +78,7 @@ WRONG = {
     "a token that is no whole number": of_last(token_ids=[20.5, 21, 1]),
     "more tokens than were asked for": of_last(token_ids=[20] * 500),
     "nothing at all": lambda answer: {"choices": [each | EMPTY for each in answer["choices"]]},
+    "no text": of_last(text=None),
     "broken off": of_last(finish_reason="abort"),
 }
 WRONG_LOGPS = {
@@ -213,4 +215,7 @@ def test_answers_about_the_server_in_another_format_are_refused(servers):
         server.says = {path: (200, text)}
         with refuses(ServerError, server.url, path):
             client.hold(Weights(f"new-{len(path)}", Path("anywhere")), reload=True)
+    server.says = {"/v1/models": (200, '{"data": [{"id": "a", "root": "a", "max_model_len": 1e400}]}')}
+    with refuses(ServerError, server.url, "/v1/models"):
+        ServerEngine(server.url)
     server.says = {}

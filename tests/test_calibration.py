@@ -18,8 +18,8 @@ from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.command import call
 from dc_trl.command.problems import DataArguments, draw_prompts
+from dc_trl.sampling.engine_names import EngineSpec
 from dc_trl.sampling.replica import Replica
-from dc_trl.sampling.seeded import EngineSpec
 
 from .helpers import TINY_MODEL, as_words, make_model, make_trainer, plain_logps, refuses
 from .vllm_server import requires_vllm
@@ -98,6 +98,14 @@ def test_token_reduction_and_other_measures():
     }.items():
         result = measure("fp8", rollouts, train, measure=name, reduction="token", batch_prompts=2)
         assert result.estimates["discrepancy"].value == pytest.approx(statistics.fmean(delta)), name
+
+
+def test_what_is_not_known_is_noted():
+    rollouts, train = random_rollouts()
+    train[0][0] = math.nan
+    found = measure("fp8", rollouts, train, batch_prompts=2)
+    assert math.isnan(found.estimates["discrepancy"].value)
+    assert any("weights of this model" in note for note in found.notes)
 
 
 def test_tolerance_by_hand():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from dc_trl.calibration.result import CalibrationSettings, Split
 from dc_trl.calibration.rollouts import sample_rollouts
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.records.estimators import Estimate
-from dc_trl.sampling.seeded import EngineSpec
+from dc_trl.sampling.engine_names import EngineSpec
 from dc_trl.serving.fit import schemes_of
 
 from .helpers import floor_and_format, make_model, make_tall_model, refuses, tiny_model
@@ -205,6 +206,13 @@ def test_advice_follows_the_largest_cause(shares, unexplained, least, setting, l
         assert only.startswith("Nothing is needed")
     (only,) = recommend(split, estimate(5.1e-3))
     assert setting in only
+
+
+def test_what_is_not_known_is_not_taken_for_small():
+    known, unknown = estimate(1e-5), estimate(math.nan)
+    for whole, share, floor, kl in ((unknown, known, known, known), (known, known, unknown, estimate(0.02))):
+        (only,) = recommend(Split(whole, {"weights": share}, known, floor), replace(kl, high=math.nan))
+        assert "not known" in only
 
 
 def test_script_splits_unless_it_is_told_not_to(tmp_path, capsys):

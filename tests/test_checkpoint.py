@@ -182,19 +182,40 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(tmp_path):
     assert set(ignored) == {"lm_head", f"{block}gate", f"{block}shared_expert_gate"}
 
 
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """What two processes left whose weights FSDP2 had sharded."""
+    folder = tmp_path_factory.mktemp("sharded")
+    succeed([*TORCHRUN, "-m", "tests.sharded_worker", str(folder)])
+    return folder
+
+
 @pytest.mark.long
-def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
-    succeed([*TORCHRUN, "-m", "tests.sharded_worker", str(tmp_path)])
+def test_a_shard_of_a_gradient_that_is_not_finite_moves_no_process_and_is_not_saved(sharded):
+    first, second = (read_json(sharded / f"ends_{process}.json") for process in (0, 1))
+    assert first == second
+    once, always = first
+    for end, steps in ((once, 2), (always, 5)):
+        start, good, *others = end["weights"]
+        assert start != good
+        assert set(others) == {good}
+        assert (end["saved"], end["steps"]) == ([], steps)
+    assert once["error"] is None
+    assert "grad_norm=inf at step 6" in always["error"]
+
+
+@pytest.mark.long
+def test_weights_that_fsdp_has_sharded_are_gathered(sharded, tmp_path):
     write(make_model(64), "fp8", tmp_path / "whole")
     adapted = get_peft_model(make_model(64), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     write(adapted, "fp8", tmp_path / "whole, adapted")
     references = {"sharded": "whole", "after a forward pass": "whole", "adapted": "whole, adapted"}
     for folder, reference in references.items():
         for file in (tmp_path / reference).iterdir():
-            assert (tmp_path / folder / file.name).read_bytes() == file.read_bytes(), (folder, file.name)
+            assert (sharded / folder / file.name).read_bytes() == file.read_bytes(), (folder, file.name)
     weights = "model.safetensors"
-    assert (tmp_path / "by the trainer" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
-    refusal = (tmp_path / "refusal").read_text()
+    assert (sharded / "by the trainer" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    refusal = (sharded / "refusal").read_text()
     assert all(words in refusal for words in ("use_vllm=False", "FSDP2", "use_vllm=True"))
     # Truncated sampling: a softmax of the model in one piece over the whole vocabulary, with the other tokens at -inf.
     model, ids = make_model(64), torch.arange(20, 32).view(2, 6)
@@ -205,7 +226,7 @@ def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
     logps.sum().backward()
     expected = logps.detach(), model.get_output_embeddings().weight.grad
     for process in (0, 1):
-        torch.testing.assert_close(torch.load(tmp_path / f"kept_{process}.pt"), expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(torch.load(sharded / f"kept_{process}.pt"), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_shards_hold_together_what_one_file_holds(tmp_path, monkeypatch):

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from dc_trl.sampling.seeded import Request, Sampling, ServerEngine
+from dc_trl.sampling.engine_names import Sampling
+from dc_trl.sampling.seeded import Request, ServerEngine
 from dc_trl.serving import connection as connection_module
 from dc_trl.serving.background import abandon_requests, allow_requests, in_thread, pause
 from dc_trl.serving.client import ServerClient, Weights
-from dc_trl.serving.connection import Connection, Deadline, Patience
+from dc_trl.serving.connection import Connection, Deadline, Patience, wait_until_up
 from dc_trl.serving.errors import RequestAbandonedError, ServerError, ServerRefusedError, ServerUnavailableError
 
 from .helpers import refuses
@@ -92,6 +93,12 @@ def test_a_user_with_a_password_is_read_from_netrc_unless_there_is_a_key(server,
     monkeypatch.setenv("VLLM_API_KEY", "key")
     Connection(server.url).get("/version")
     assert seen == ["Basic " + base64.b64encode(b"me:hunter2").decode(), "Bearer key"]
+
+
+def test_who_has_no_fields_of_a_run_is_told_of_none():
+    with refuses(ServerError, "http://127.0.0.1:9", "correct the address") as refused:
+        wait_until_up([Connection("http://127.0.0.1:9")], 0.0, print)
+    assert "vllm_server_" not in str(refused.value)
 
 
 def test_no_proxy_stands_before_a_server_on_this_machine(server, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 from transformers import PretrainedConfig
 
 from dc_trl.evaluation.opened import EvaluatedModel, choose_engines
-from dc_trl.sampling.seeded import EngineSpec
+from dc_trl.sampling.engine_names import EngineSpec
 
 from .helpers import refuses
 

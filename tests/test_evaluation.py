@@ -18,8 +18,9 @@ from dc_trl.evaluation.results import Evaluation, benchmark_result, compare, com
 from dc_trl.evaluation.samples import Sample
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.estimators import macro_estimate, mean_estimate
+from dc_trl.sampling.engine_names import Sampling
 from dc_trl.sampling.replica import Replica, end_tokens
-from dc_trl.sampling.seeded import ReplicaEngine, Request, Sampling, ServerEngine, sample_seed
+from dc_trl.sampling.seeded import ReplicaEngine, Request, ServerEngine, sample_seed
 from dc_trl.serving.client import ServerClient
 
 from .helpers import ROOT, TINY_MODEL, make_model, make_tokenizer, read_json, read_rows, refuses, tiny_model

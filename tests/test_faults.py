@@ -11,7 +11,7 @@ from dc_trl.serving.errors import ServerError
 
 from . import helpers
 from .helpers import TWO_PROCESSES, at_server, make_model, read_json, refuses, succeed
-from .stub_server import sampled, stub_server
+from .stub_server import completions, sampled, stub_server
 from .vllm_server import requires_vllm
 
 
@@ -77,6 +77,27 @@ def test_tokens_are_read_without_the_garbage_collector(tmp_path):
     assert collects
     assert not any(collects)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("asked", [None, {"ignore_eos": True}])
+def test_what_a_server_samples_after_an_end_token_is_left_out_unless_it_was_asked_for(tmp_path, caplog, asked):
+    """As TRL does for model.generate: both of the model's end tokens count, of which the tokenizer knows one."""
+    model = make_model(64)
+    model.generation_config.eos_token_id = [1, 30]
+    rows = [[20, 1, 21, 22], [20, 30, 1], [20, 21, 1], [20, 21, 22, 23]]
+    seen = []
+    with stub_server() as server:
+        server.completes = lambda body: completions(body["prompt"] * 4, rows, None)
+        trainer = helpers.make_trainer(
+            tmp_path,
+            model,
+            lambda completion_ids, **kwargs: seen.extend(completion_ids) or [0.0, 1.0] * (len(completion_ids) // 2),
+            **at_server(server.url) | {"max_steps": 1, "max_completion_length": 4, "generation_kwargs": asked},
+        )
+        trainer.train()
+    kept = rows if asked else [[20, 1], [20, 30], [20, 21, 1], [20, 21, 22, 23]]
+    assert seen == kept * (len(seen) // 4)
+    assert ("after an end token" in caplog.text) is (asked is None)
 
 
 def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_path, caplog):

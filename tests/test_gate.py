@@ -29,6 +29,7 @@ from transformers import (
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.async_grpo import AsyncDCGRPOConfig
+from dc_trl.command import call
 from dc_trl.command.train import main
 from dc_trl.gate import _look_at, warn_of_rounding
 from dc_trl.grading.checked_reward import checked_reward, is_async, require_rewards
@@ -104,10 +105,18 @@ def needs_solution(completions, solution, **kwargs):
     return [0.0 for _ in completions]
 
 
+def diverged():
+    model = make_model()
+    with torch.no_grad():
+        model.model.norm.weight[5] = math.inf
+    return model
+
+
 # A name; what makes the model's folder; other settings; and what the refusal has to name.
 MISTAKES = [
     ("adapter", adapter, {}, ["holds an adapter", "lora.md"]),
     ("no model", lambda folder: folder.mkdir() or folder, {}, ["has no config.json"]),
+    ("diverged", lambda f: saved(f, diverged()), {}, ["model.norm.weight is not finite", "checkpoint of before"]),
     ("a run's deployment", deployment, {}, ["is quantized (compressed-tensors)", "like a run's deployment/"]),
     ("no end token", lambda f: saved(f, make_model(), tokenizer_with(eos_token=None)), {}, ["has no eos_token"]),
     (
@@ -202,6 +211,25 @@ def test_the_command_and_python_refuse_in_the_same_words(tmp_path, folder, setti
     assert command.replace("model_name_or_path=", "model=") == python
 
 
+def one_for_all(completions, **kwargs):
+    return [1.0]
+
+
+def test_the_command_ends_in_one_line_where_a_function_returns_no_rewards(tmp_path):
+    words = ["--config", "quickstart", "--output_dir", str(tmp_path), "--rewards", f"{__name__}.one_for_all"]
+    with pytest.raises(SystemExit, match=r"^error: reward function 'one_for_all' returned 1 rewards for 8 .*None\.$"):
+        call("train", [*words, "--eval_size", "0", "--per_device_train_batch_size", "8"])
+
+
+@pytest.mark.parametrize("command", ["calibrate", "evaluate"])
+def test_what_samples_from_a_diverged_model_refuses_it(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", str(saved(tmp_path / "model", diverged())), "--engine", "replica:bf16", "--max_tokens", "4"]
+    words += ["--prompts", "2"] if command == "calibrate" else ["--benchmarks", "arithmetic", "--limit", "2"]
+    with pytest.raises(SystemExit, match=r"norm\.weight is not finite"):
+        call(command, words)
+
+
 # --- what only Python meets -----------------------------------------------------------------------------------------
 
 
@@ -281,7 +309,15 @@ REFUSED = {
     "one of two functions": ({"rewards": [distinct_characters, None]}, ["reward_funcs", "None", "function"]),
     "functions in a tuple": ({"rewards": (distinct_characters,)}, ["reward_funcs", "tuple", "list"]),
     "no **kwargs": ({"rewards": lambda completions: [0.0]}, ["unexpected keyword argument", "**kwargs"]),
-    "a path as the model": (lambda t: {"model": t}, ["model=", "Path", "text"]),
+    "a column that rewards are given anyway": (
+        {"rows": make_prompts().add_column("prompts", ["x"] * 16)},
+        ["'prompts'", "rename that column"],
+    ),
+    "an optimizer of another model": (
+        lambda t: {"optimizers": (torch.optim.SGD(make_model().parameters(), 0.1), None)},
+        ["optimizers", "model.parameters()"],
+    ),
+    "a module as the model": (lambda t: {"model": torch.nn.Linear(2, 2)}, ["model=Linear", "text"]),
 }
 
 

@@ -14,9 +14,6 @@ import pytest
 
 from dc_trl.doctor import run, smoke
 from dc_trl.doctor.run import (
-    DEFAULT_SCHEMES,
-    REPLICA_SCHEMES,
-    SERVED_SCHEMES,
     Check,
     Result,
     Setup,
@@ -26,9 +23,9 @@ from dc_trl.doctor.run import (
     plan_checks,
     run_checks,
 )
-from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 
 from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL, refuses, takes_minutes
+from .test_gate import diverged, saved
 from .vllm_server import requires_vllm, wait_until_gone
 
 
@@ -81,12 +78,6 @@ def here(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def test_the_names_are_those_of_the_schemes():
-    assert SERVED_SCHEMES == SCHEMES
-    assert set(REPLICA_SCHEMES) == set(RESEARCH_BITS)
-    assert set(DEFAULT_SCHEMES) <= set(SCHEMES)
-
-
 def found_by(probe, scheme, model=TINY_MODEL):
     """All that a check finds, in this process."""
     found = {}
@@ -110,6 +101,15 @@ def test_a_step_trains_and_samples_with_the_new_weights():
 def test_an_engine_that_keeps_old_weights_fails():
     with refuses(RuntimeError, "old weights"):
         list(smoke._train(Setup(str(TINY_MODEL), "cpu", os.devnull), "bf16", weight_sync_steps=2))
+
+
+def test_numbers_that_are_not_finite_fail(tmp_path, monkeypatch):
+    """Of the model, and after a step that float32 cannot hold: no comparison takes NaN for small."""
+    monkeypatch.setattr(smoke, "_LEARNING_RATE", 1e38)
+    with pytest.raises((ArithmeticError, RuntimeError)):
+        found_by(smoke.step, "bf16")
+    with refuses(ValueError, "norm.weight is not finite"):
+        found_by(smoke.step, "bf16", saved(tmp_path / "model", diverged()))
 
 
 # --- what goes wrong

@@ -15,13 +15,14 @@ import torch
 import yaml
 from datasets import Dataset
 from peft import LoraConfig
+from trl import ModelConfig
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.async_grpo import AsyncDCGRPOConfig
 from dc_trl.command import call
 from dc_trl.command.arguments import ARGUMENTS
 from dc_trl.settings.contradictions import CONTRADICTIONS, NO_EFFECT
-from dc_trl.settings.fields import TRL_ALLOWED, own_fields
+from dc_trl.settings.fields import TRL_ALLOWED, own_fields, require_fields
 
 from .helpers import TINY_MODEL, distinct_characters, make_model, refuses
 
@@ -92,6 +93,26 @@ report_to: azure_ml | report_to='azure_ml' pip 'none'
 vllm_server_port: 70000 | vllm_server_port=70000 whole 65535
 vllm_group_port: 0 | vllm_group_port=0 whole 1
 fp16: true, bf16: true | fp16=True bf16=True
+seed: -1 | seed=-1 whole 0
+data_seed: -1 | data_seed=-1 whole 0
+steps_per_generation: 0 | steps_per_generation=0 whole 1
+max_grad_norm: -1.0 | max_grad_norm=-1.0 finite 0
+epsilon_high: -1.0 | epsilon_high=-1.0 finite 0
+delta: -1.0 | delta=-1.0 finite 0
+adam_epsilon: -1.0 | adam_epsilon=-1.0 finite 0
+num_train_epochs: .nan | num_train_epochs=nan finite 0
+adam_beta1: 2.0 | adam_beta1=2.0 0 1
+adam_beta2: 2.0 | adam_beta2=2.0 0 1
+min_p: 2.0 | min_p=2.0 0 1
+top_entropy_quantile: 2.0 | top_entropy_quantile=2.0 0 1
+repetition_penalty: 0.0 | repetition_penalty=0.0 above
+top_k: -7 | top_k=-7 whole -1
+dataloader_num_workers: -1 | dataloader_num_workers=-1 whole 0
+neftune_noise_alpha: -5.0 | neftune_noise_alpha=-5.0 finite 0
+lr_scheduler_type: cosine_with_min_lr | lr_scheduler_type='cosine_with_min_lr' lr_scheduler_kwargs=None min_lr
+lr_scheduler_kwargs: {min_lr: 0.1} | lr_scheduler_type='linear' lr_scheduler_kwargs={'min_lr': argument
+generation_kwargs: '[1]' | generation_kwargs='[1]' dictionary JSON
+model_init_kwargs: '{a' | model_init_kwargs='{a' dictionary JSON
 # --- functions of a user's own, and corrections
 constraint_form: cubic | constraint_form='cubic' 'injected' 'quadratic' 'log_ratio' module:function
 constraint_form: 'none_such:form' | constraint_form='none_such:form' 'none_such'
@@ -236,6 +257,9 @@ max_prompt_length: 0 | max_prompt_length=0 whole 1
 eval_size: -1 | eval_size=-1 whole 0
 eval_greedy: true | eval_greedy=True eval_size=0 eval_size
 use_peft: true, lora_r: 0 | lora_r=0 whole 1
+use_peft: true, lora_dropout: 5.0 | lora_dropout=5.0 0 1
+output_dir: '' | output_dir='' directory
+prompt_column: prompt.x, dataset_name: ROWS | prompt_column='prompt.x' 'prompt' 'answer'
 dataset_name: null | dataset_name Hub 'arithmetic'
 dataset_name: none.csv | dataset_name='none.csv' .json .parquet
 eval_size: 999, dataset_name: ROWS | eval_size=999 eval_size
@@ -377,6 +401,11 @@ def test_a_refusal_names_the_file_whose_field_it_is_and_no_other(tmp_path, capsy
     for words in (["--lambda_lr", "-1e-4"], ["--lambda_lr=fast"], ["--lambda_max", "-.5"]):
         with pytest.raises(SystemExit, match=r"^error: lambda_(lr|max)\b"):
             call("train", ["--config", str(file), *words])
+
+
+def test_one_name_of_modules_is_taken():
+    """TRL's own dataclass makes a text of it."""
+    require_fields(ModelConfig(lora_target_modules=["all-linear"]))
 
 
 @pytest.mark.parametrize("name", ["output_dir", "weight_sync_dir"])

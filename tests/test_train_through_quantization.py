@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from dc_trl.callbacks.export import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.sampling.seeded import EngineSpec
+from dc_trl.sampling.engine_names import EngineSpec
 
 from .helpers import (
     TWO_PROCESSES,

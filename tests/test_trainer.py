@@ -330,6 +330,27 @@ def test_log_probabilities_that_none_can_be_are_refused_of_a_rollout_func(tmp_pa
             make_trainer(config, tokenizer, Rollouts(edit=edit)).train()
 
 
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda output: None, ["NoneType", "dictionary"]),
+        (lambda output: output["completion_ids"][1].__setitem__(0, 262), ["completion 1", "vocabulary of 262"]),
+        (lambda output: output["completion_ids"][1].__setitem__(0, -3), ["completion 1", "vocabulary"]),
+        (lambda output: output["completion_ids"][1].__setitem__(0, 20.5), ["completion 1", "vocabulary"]),
+        (lambda output: output["completion_ids"].__setitem__(1, torch.tensor([20, 1])), ["completion 1", "Tensor"]),
+    ],
+)
+def test_what_is_no_rollout_is_refused_of_a_rollout_func(tmp_path, tokenizer, edit, words):
+    class Wrong(Rollouts):
+        def __call__(self, prompts, trainer):
+            output = super().__call__(prompts, trainer)
+            edit(output)
+            return None if "NoneType" in words else output
+
+    with refuses(ValueError, "rollout_func", *words):
+        make_trainer(make_config(tmp_path, max_steps=1), tokenizer, Wrong()).train()
+
+
 def filled_by_hand(prompts, trainer):
     """What an engine with empty completions comes to: an end token there that the environment has written."""
     output = Rollouts(edit=empty_completions)(prompts, trainer)

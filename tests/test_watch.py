@@ -145,6 +145,19 @@ def test_a_watch_beside_an_adapter_asks_for_it_and_outlasts_a_refusal(tmp_path, 
     assert "\x1b" not in out
 
 
+def test_a_gate_does_not_pass_what_is_not_known(tmp_path, capsys):
+    trained = make_model()
+    with torch.no_grad():
+        trained.lm_head.weight[5, 0] = math.nan
+    save(trained, tmp_path / "run" / "checkpoint-4")
+    with stub_server() as stub:
+        stub.completes = Policy(make_model())
+        assert watch.main(options(tmp_path, stub.url, "--looks", "1", "--fail_above", "1e9")) == 1
+    (look,) = looks(tmp_path)
+    assert math.isnan(look["discrepancy"])
+    assert "not known to be at most --fail_above" in capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_ctrl_c_ends_a_watch_without_a_traceback(tmp_path):
     with stub_server() as stub:

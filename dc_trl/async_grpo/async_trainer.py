@@ -142,8 +142,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self.constraint.restrictions = args.restrictions
         self._soundness = Soundness(self)
         self._step_of_version: dict[int, int] = {}  # the optimizer step of each version of the server's weights
-        args.acts = True
-        try:
+        with args.having(acts=True):
             super().__init__(
                 model,
                 reward_funcs,
@@ -158,8 +157,6 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
                 rollout_worker=rollout_worker,
                 weight_transfer=weight_transfer,
             )
-        finally:
-            args.acts = False
         require_trainable(self.model)
         require_same_logits(self.model, self.temperature)
         limits_of(base_model(self.model), self.processing_class, args.max_completion_length)

@@ -86,7 +86,8 @@ def measure_engine(
     delta = tokens.batch_discrepancy(settings.reduction)
     ratios = {"discrepancy": delta, "k3_kl": tokens.k3()}
     probabilities = np.exp(tokens.train), np.exp(tokens.infer)
-    pearson = float(np.corrcoef(*probabilities)[0, 1]) if all(np.ptp(each) > 0 for each in probabilities) else None
+    constant = any(np.ptp(each) == 0 for each in probabilities)  # which NaN is not
+    pearson = None if constant else float(np.corrcoef(*probabilities)[0, 1])
     notes = []
     if prompts < (least := max(_FEW_PROMPTS, settings.batch_prompts)):
         notes.append(f"{prompts} prompts are few: the 95 % intervals are too narrow; use {least} or more.")

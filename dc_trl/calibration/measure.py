@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, tokenize
-from ..sampling.seeded import EngineSpec
+from ..quantization.policy import require_finite
+from ..sampling.engine_names import EngineSpec
 from .causes import Case, diagnose, lag_floor
 from .comparison import measure_engine
 from .result import Calibration, CalibrationSettings, EngineMismatch
@@ -53,6 +54,7 @@ def calibrate(
     if not specs:
         raise ValueError("engines is empty: give at least one, 'fp8' for example.")
     require_engines(specs, model.config)
+    require_finite(model)
     ids = tokenize(prompts, tokenizer, **(how.chat_template_kwargs or {}))
     samples = {}
     # Servers come first: where there is one GPU, they need it for themselves, and the model goes there afterwards.

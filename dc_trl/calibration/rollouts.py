@@ -11,8 +11,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.tensors import policy_tensors
+from ..sampling.engine_names import EngineSpec
 from ..sampling.replica import Replica, end_tokens
-from ..sampling.seeded import EngineSpec
 from ..serving.client import ServerClient, Weights, require_loaded
 from ..serving.connection import Patience
 from ..serving.fit import layer_kinds, schemes_of

@@ -1,52 +1,15 @@
-"""All settings of a training run, and the groups in which its help shows them."""
+"""All settings of a training run, those of TRL too."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 from trl import ModelConfig
 
 from ..config import DCGRPOConfig
 from ..settings.configuration import ConfigurationParser
-from ..settings.contradictions import CheckedSettings
 from ..settings.distribution import sharding_of
-from ..settings.fields import setting
 from ..settings.paths import shipped
-from ..settings.ranges import COUNT
-from .problems import DataArguments
-
-
-@dataclass
-class ServerArguments(CheckedSettings):
-    """The vLLM server, where the run starts its own."""
-
-    serve: Literal["auto"] | None = setting(
-        None,
-        "'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run (use_vllm: "
-        "true, vllm_mode: server). For a server that runs elsewhere set vllm_server_base_url.",
-    )
-    serve_devices: str | None = setting(None, "GPUs of the server that 'auto' starts: '3' or '2,3'.")
-    serve_options: list[str] = setting([], "Further options of vllm serve for the server that 'auto' starts.")
-
-
-@dataclass
-class WatchArguments(CheckedSettings):
-    """Decay of the learning rate, and alarm of a collapse, which react to the metrics of the run."""
-
-    length_decay: bool = setting(
-        False,
-        "Once the responses have become much longer, halve the learning rate again and again, down to a tenth (arXiv "
-        "2602.01826), in place of lr_scheduler_type. See docs/corrections.md.",
-    )
-    length_decay_period: Annotated[int | None, COUNT] = setting(
-        None, "Optimizer steps between two halvings. If it is not set, 1.8 times the step of the longer responses."
-    )
-    collapse_alarm: Literal["off", "warn", "stop"] = setting(
-        "warn",
-        "What happens when reward, entropy, gradient norm, mismatch or λ show a collapse: "
-        '"off" does nothing, "warn" warns once, and "stop" warns, ends the run and names the last good checkpoint '
-        "to resume from. See docs/metrics.md.",
-    )
+from .own_arguments import DataArguments, ServerArguments, WatchArguments
 
 
 class RunArguments(NamedTuple):
@@ -59,8 +22,8 @@ class RunArguments(NamedTuple):
     model: ModelConfig
 
     @classmethod
-    def parse(cls, words: Sequence[str] | None = None) -> "RunArguments":
-        """Read a command line, by default that of the process, and the file that its `--config` names.
+    def parse(cls, words: Sequence[str]) -> "RunArguments":
+        """Read the words of a command line, and the file that its `--config` names.
 
         Raises:
             ValueError: a setting or the file is refused; the message names the file, or the field with its value.

@@ -14,16 +14,10 @@ Where an engine's scheme is known, its δ̄ is split into causes.
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
-
-from ..calibration import CalibrationSettings, calibrate
-from ..calibration.printed import print_calibration
-from ..calibration.result import CALIBRATION_FILE
-from ..calibration.rollouts import require_engines
-from ..data.prompts import Prompt
-from ..sampling.seeded import ENGINE_HELP, EngineSpec
+from ..calibration.result import CALIBRATION_FILE, CalibrationSettings
+from ..sampling.engine_names import ENGINE_HELP, EngineSpec
 from ..settings.command_line import (
     OptionParser,
     add_fields,
@@ -32,12 +26,16 @@ from ..settings.command_line import (
     add_template,
     say,
 )
-from ..settings.pretrained import load_config_and_tokenizer
+from ..settings.paths import require_folder
 from ..settings.ranges import COUNT, Range, require_numbers
 from . import subcommand
-from .data_arguments import DATA_FIELDS, TRAIN_DTYPES, DataArguments, add_prompts
-from .problems import draw_prompts
+from .own_arguments import DATA_FIELDS, TRAIN_DTYPES, DataArguments, add_prompts
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..data.prompts import Prompt
 
 # Options that are settings of the calibration, which describes and checks them.
 SETTINGS = {
@@ -65,7 +63,7 @@ def make_parser() -> OptionParser:
 
     for title, names in SETTINGS.items():
         add_fields(parser.add_argument_group(title), CalibrationSettings, *names)
-    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu", replica_batch=256)
+    parser.set_defaults(replica_batch=256)
 
     output = parser.add_argument_group("the results")
     output.add_argument(
@@ -79,16 +77,40 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def drawn_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def drawn_prompts(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> "list[Prompt]":
     """Return the prompts that the options of `add_prompts` name, by default those of the built-in arithmetic."""
+    from .problems import draw_prompts
+
     data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
     return draw_prompts(data, tokenizer, args.prompts, args.seed)
 
 
+def device_of(args: argparse.Namespace) -> str:
+    """Return the device that is asked for, by default a GPU where there is one; refuse one that cannot be used."""
+    import torch
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter where PyTorch is built without it
+        raise ValueError(f"device={device!r} cannot be used ({str(error).splitlines()[0]}): leave it out.") from error
+    return device
+
+
 @subcommand(make_parser)
 def main(args: argparse.Namespace) -> None:
+    # They take seconds, which --help does not need.
+    from transformers import AutoModelForCausalLM
+
+    from ..calibration import calibrate
+    from ..calibration.printed import print_calibration
+    from ..calibration.rollouts import require_engines
+    from ..settings.pretrained import load_config_and_tokenizer
+
     # Wrong options are refused before the model is loaded.
     require_numbers(args, RANGES)
+    args.device = device_of(args)
+    require_folder("output", args.output)
     dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
     settings = CalibrationSettings(
         **{name: getattr(args, name) for names in SETTINGS.values() for name in names},

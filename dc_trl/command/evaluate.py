@@ -12,12 +12,8 @@ of DC-GRPO's paper: 32,768 tokens, temperature 0.7, top-p 1, 32 samples a proble
 import argparse
 from pathlib import Path
 
-from ..data.benchmarks import BENCHMARKS, parse_benchmark
-from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
-from ..evaluation.opened import EvaluatedModel, choose_engines, start_engine
-from ..evaluation.results import Evaluation, print_comparison, print_evaluations
 from ..quantization.schemes import SERVED_SCHEMES
-from ..sampling.seeded import ENGINE_HELP, Sampling
+from ..sampling.engine_names import ENGINE_HELP, Sampling
 from ..secrets import hide_in_options
 from ..settings.command_line import (
     OptionParser,
@@ -25,12 +21,12 @@ from ..settings.command_line import (
     add_serve_options,
     add_template,
 )
-from ..settings.pretrained import load_config_and_tokenizer
+from ..settings.paths import require_folder
 from ..settings.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers
 from . import subcommand
 
 
-# The paper's six. GSM8K and the built-in arithmetic are there by name.
+# The paper's six.
 ALL = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
 RANGES = {
     **dict.fromkeys(("samples", "limit", "max_tokens", "concurrency"), COUNT),
@@ -51,7 +47,7 @@ def make_parser() -> OptionParser:
         nargs="+",
         default=["all"],
         metavar="NAME[=FILE]",
-        help=f"all ({', '.join(ALL)}), or of: {', '.join(BENCHMARKS)}; from the Hub or a local file",
+        help=f"all ({', '.join(ALL)}), some of these, gsm8k or arithmetic; from the Hub or a local file",
     )
     problems.add_argument("--samples", type=int, help="k, samples for each problem (default: the paper's)")
     problems.add_argument("--limit", type=int, help="use only so many problems of each benchmark")
@@ -84,6 +80,13 @@ def make_parser() -> OptionParser:
 
 @subcommand(make_parser)
 def main(args: argparse.Namespace) -> None:
+    # They take seconds, which --help does not need.
+    from ..data.benchmarks import parse_benchmark
+    from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+    from ..evaluation.opened import EvaluatedModel, choose_engines, start_engine
+    from ..evaluation.results import Evaluation, print_comparison, print_evaluations
+    from ..settings.pretrained import load_config_and_tokenizer
+
     if args.compare:
         print_comparison(*(Evaluation.load(folder / RESULTS_FILE) for folder in args.compare))
         return
@@ -99,6 +102,7 @@ def main(args: argparse.Namespace) -> None:
     named = {parse_benchmark(word)[0]: word for word in words}  # the last word about a benchmark counts
     benchmarks = [Benchmark.load(word, samples=args.samples, limit=args.limit) for word in named.values()]
     output: Path = args.output or Path("runs", "evaluation")
+    require_folder("output", output)
     output.mkdir(parents=True, exist_ok=True)
     prompts = [ids for b in benchmarks for ids in tokenize_prompts(b, tokenizer, args.chat_template_kwargs).values()]
     evaluations = []

@@ -14,6 +14,7 @@ from ..callbacks.before_and_after import BeforeAndAfter
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..data.dapo import DAPO
 from ..files import write_text
+from ..grading.checked_reward import RewardError
 from ..records.runs import (
     DEPLOYMENT_FOLDER,
     FIGURE_FILE,
@@ -27,7 +28,7 @@ from ..records.runs import (
     run_ended,
 )
 from ..records.tables import print_table
-from ..records.verdict import destroyed, verdict_of
+from ..records.verdict import verdict_of
 from ..run.card import CARD_FILE
 from ..run.interruption import RunInterrupted, StopSignals
 from ..run.manifest import checkpoints, on_main_process
@@ -64,6 +65,8 @@ def run(
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     except (ServerError, RunInterrupted, DivergedError) as error:
         return _end_early(trainer, error, stack)
+    except RewardError as error:  # of this process, for which the others do not wait
+        return "\n".join([f"error: {error}", *vars(error).get("__notes__", ())])
     folder, step = Path(trainer.args.output_dir), trainer.state.global_step
 
     def what_is_done() -> tuple[bool, bool]:
@@ -79,8 +82,7 @@ def run(
     if alarm is not None and alarm.stopped is not None:
         # The last trained weights must not be taken for the run's result.
         way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
-        ruin = destroyed(Run("", trainer.state.log_history))
-        return f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}. {ruin or ''}".rstrip()
+        return f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}."
     if not is_saved:
         if trainer.is_fsdp_enabled:  # accelerate's default of FSDP2 saves shards, which are no model
             trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")

@@ -11,11 +11,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, parse_benchmark
-from ..data.cleaning import clean, count_reasons, print_cleaning
-from ..data.dapo import DAPO, load_dapo
 from ..files import write_text
 from ..settings.command_line import OptionParser
+from ..settings.paths import require_folder
 from . import subcommand
 
 
@@ -24,27 +22,32 @@ TRAIN_FILE, REPORT_FILE = "train.parquet", "report.json"
 
 def make_parser() -> OptionParser:
     parser = OptionParser(__doc__, "prepare-data")
-    parser.add_argument("--file", help=f"local JSON, JSONL, Parquet or CSV file (default: {DAPO.hub_id})")
+    parser.add_argument("--file", help="JSON, JSONL, Parquet or CSV (default: BytedTsinghua-SIA/DAPO-Math-17k)")
     parser.add_argument("--prompt_column", help="column of the problems, if it is not DAPO's")
     parser.add_argument("--answer_column", help="column of the right answers; for a nested field column.field")
     parser.add_argument("--output", required=True, type=Path, help="new directory for the result")
     parser.add_argument(
         "--benchmarks",
         nargs="*",
-        default=PUBLISHED,
         metavar="NAME[=FILE]",
-        help=f"benchmarks whose problems are removed, from the Hub or a local file (default: {' '.join(PUBLISHED)})",
+        help="benchmarks whose problems are removed, from the Hub or a local file (default: all but arithmetic)",
     )
     return parser
 
 
 @subcommand(make_parser)
 def main(args: Namespace) -> None:
+    # They take seconds, which --help does not need.
+    from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, parse_benchmark
+    from ..data.cleaning import clean, count_reasons, print_cleaning
+    from ..data.dapo import DAPO, load_dapo
+
     output: Path = args.output
     # What can be wrong with the input is found before rows are read.
     if output.exists():
         raise ValueError(f"output={str(output)!r} already exists: choose another directory, or remove it first.")
-    files = dict(map(parse_benchmark, args.benchmarks))
+    require_folder("output", output)
+    files = dict(map(parse_benchmark, PUBLISHED if args.benchmarks is None else args.benchmarks))
     rows = load_dapo(args.file, args.prompt_column, args.answer_column)
     kept, dropped = clean(rows, {name: load_benchmark(name, file) for name, file in files.items()})
     sources = {"problems": args.file or str(DAPO)}

@@ -15,7 +15,7 @@ from ..data.cleaning import clean, print_cleaning
 from ..data.dapo import load_dapo
 from ..data.prompts import BOXED_INSTRUCTION, Prompt, describe_counts, load_prompts, load_rows, make_prompt
 from ..grading.rewards import REWARDS
-from .data_arguments import DataArguments
+from .own_arguments import DataArguments
 
 
 def load_data(

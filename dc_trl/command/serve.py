@@ -15,8 +15,6 @@ from pathlib import Path
 
 from ..quantization.schemes import SERVED_SCHEMES
 from ..serving.errors import ServerError
-from ..serving.fit import ROUTES_OPTION
-from ..serving.server import serve
 from ..settings.command_line import OptionParser, add_model, say
 from ..settings.ranges import ABOVE_0, COUNT, PORT, require_numbers
 from . import subcommand
@@ -41,6 +39,9 @@ def make_parser() -> OptionParser:
 
 @subcommand(make_parser)
 def main(args: Namespace) -> None:
+    from ..serving.fit import ROUTES_OPTION  # these take seconds, for which a help need not wait
+    from ..serving.server import serve
+
     require_numbers(args, {"port": replace(PORT, least=0), "max_model_len": COUNT, "start_timeout": ABOVE_0})
     if args.require_api_key and not os.environ.get("VLLM_API_KEY"):
         raise ValueError("--require_api_key: set the environment variable VLLM_API_KEY to the key.")

@@ -38,7 +38,10 @@ def train(
         words: words of the command line.
         callback: function that makes a further callback for the trainer.
     """
-    if (sys.argv if words is None else [*words])[-1:] in (["-h"], ["--help"]):
+    given = sys.argv[1:] if words is None else [*words]
+    if not given:
+        sys.exit("error: no setting is given: name a configuration by --config; dc-trl train --help lists the fields.")
+    if given[-1] in ("-h", "--help"):
         print(short_help(max(shutil.get_terminal_size((120, 24)).columns, 80)))
         sys.exit(0)
     from ..run.interruption import StopSignals  # these take seconds, for which a help need not wait
@@ -47,7 +50,7 @@ def train(
     sys.path.append(os.getcwd())  # the user's own reward functions are here
     with StopSignals() as signals, ExitStack() as stack:
         with refused_in_one_line(TypeError, ServerError):
-            arguments = RunArguments.parse(words)
+            arguments = RunArguments.parse(given)
             from .build import build_trainer  # takes seconds more, for which a refusal need not wait
             from .finish import run
 

@@ -22,7 +22,7 @@ from ..serving.errors import ServerRefusedError, ServerUnavailableError
 from ..settings.command_line import OptionParser, add_fields, say, saying_if_slow
 from ..settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
 from . import subcommand
-from .data_arguments import TRAIN_DTYPES, add_prompts
+from .own_arguments import TRAIN_DTYPES, add_prompts
 
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ def make_parser() -> OptionParser:
 @subcommand(make_parser, code=2)
 def main(args: Namespace) -> int:
     # They take seconds, which --help does not need.
-    import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -70,10 +69,11 @@ def main(args: Namespace) -> int:
     from ..sampling.seeded import Disclosed
     from ..serving.connection import Connection, Deadline, Patience
     from ..settings.pretrained import load_tokenizer
-    from .calibrate import drawn_prompts
+    from .calibrate import device_of, drawn_prompts
 
     disable_progress_bar()  # a look is one line
     require_numbers(args, _RANGES)
+    device = device_of(args)
     connection = Connection(args.url, Patience(request_timeout=_SECONDS))
     tracker = _tracker(args)
     with connection.task(Deadline(_SOON)):
@@ -97,7 +97,6 @@ def main(args: Namespace) -> int:
             if prompts is None:
                 tokenizer = load_tokenizer(str(newest.path), "checkpoint")
                 prompts = tokenize(drawn_prompts(args, tokenizer), tokenizer)
-            device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
             policy = AutoModelForCausalLM.from_pretrained(newest.path, dtype=dtype).to(device).eval()
             with connection.task(Deadline(_SOON)):
                 server = Disclosed.of(connection, newest.is_adapter)

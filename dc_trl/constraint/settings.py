@@ -1,15 +1,15 @@
 """The settings of the constraint and of the correction, which both trainers have. This module needs no TRL."""
 
 import re
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..settings.command_line import unknown_field
 from ..settings.fields import require_fields, setting
 from ..settings.neutral_sampling import SAMPLING_FIELDS, restrictions, truncations
-from ..settings.ranges import AT_LEAST_0, COUNT, Range, require_number
+from ..settings.ranges import AT_LEAST_0, COUNT, UNIT, Range, require_number
 from ..settings.recipes import UNCONSTRAINED, fill_in
 
 
@@ -105,7 +105,7 @@ class ConstraintSettings:
         '"geometric_mask" 1.01 (SkyRL), for "icepop" 5 (verl), for PPO\'s clip 1.24. For "tv_mask" it is a '
         "difference of probabilities, by default 0.2 (SkyRL).",
     )
-    rollout_correction_min: Annotated[float | None, Range(least=0, most=1)] = setting(
+    rollout_correction_min: Annotated[float | None, UNIT] = setting(
         None,
         'Lower bound of the correction. If it is not set: 0, for "geometric_mask" 0.99, for "icepop" 0.5, for PPO\'s '
         'clips 0.76. "tv_mask" has none.',
@@ -131,7 +131,7 @@ class ConstraintSettings:
                 raise TypeError(unknown_field(name, known))
         return super().__new__(cls)
 
-    acts = False  # while a trainer is built that heeds these fields
+    acts = False  # whether a trainer is being built that heeds these fields
 
     @property
     def place_model_on_device(self) -> None:
@@ -147,6 +147,16 @@ class ConstraintSettings:
                 f"{asked}={getattr(self, asked)!r} of a {type(self).__name__} acts in {ours} alone, and another "
                 f"trainer was given it as args: use {ours}, or TRL's own configuration."
             )
+
+    @contextmanager
+    def having(self, **values: Any) -> Iterator[None]:
+        """Give fields other values in the block."""
+        own = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(own)
 
     @property
     def correction_names(self) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ def nested(row: Mapping[str, Any], column: str, field: str) -> Any:
         if value is None:
             return None
         if not isinstance(value, dict) or key not in value:
-            there = ", ".join(map(repr, value)) if isinstance(value, dict) else f"{value!r}"
+            there = ", ".join(map(repr, value if isinstance(value, dict) else row))
             raise ValueError(f"{field}={column!r} is missing: set it to a column of the rows, which have {there}.")
         value = value[key]
     return value

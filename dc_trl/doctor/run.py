@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ..files import append_text, open_in_place
+from ..quantization.schemes import SCHEMES
 from ..secrets import HIDDEN, is_secret_name, without_secrets
 from ..serving.guard import temporary_folder
 
 
-# Those of `dc_trl.quantization.schemes`, which loads torch: the doctor has to speak where torch cannot be loaded.
-SERVED_SCHEMES = ("bf16", "fp8", "fp8_w8a16", "fp8_block", "int8", "int4", "int4_g32", "nvfp4", "nvfp4a16", "mxfp8")
-REPLICA_SCHEMES = ("int3", "int2")
 DEFAULT_SCHEMES = ("bf16", "fp8", "int8", "int4")
 _PACKAGES = ("dc_trl", "torch", "transformers", "trl", "vllm", "accelerate", "peft", "compressed-tensors", "datasets")
 _GRACE = 15.0  # seconds that a process and its server have to end by themselves
@@ -65,7 +63,7 @@ class Result:
 def plan_checks(schemes: Sequence[str], servers: bool = True) -> list[Check]:
     """Return the checks of a machine: the devices, and for each scheme a training by the replica and by a server."""
     of = "dc_trl.doctor.smoke:{}".format
-    served = [scheme for scheme in schemes if servers and scheme in SERVED_SCHEMES]
+    served = [scheme for scheme in schemes if servers and scheme in SCHEMES]
     return [
         Check("device", of("devices"), 90),
         *(Check(f"step:{scheme}", of("step"), 240, scheme) for scheme in schemes),

@@ -19,7 +19,8 @@ from ..data.prompts import BOXED_INSTRUCTION, make_prompt, tokenize
 from ..files import set_aside
 from ..grading import Gold, Grader
 from ..records.estimators import macro_estimate
-from ..sampling.seeded import Completion, Engine, Request, Sampling, sample_seed
+from ..sampling.engine_names import Sampling
+from ..sampling.seeded import Completion, Engine, Request, sample_seed
 from ..settings.ranges import COUNT, require_number
 from .results import Evaluation, benchmark_result
 from .samples import Sample, SampleStore

@@ -9,8 +9,10 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
+from ..quantization.policy import require_finite
+from ..sampling.engine_names import EngineSpec
 from ..sampling.replica import Replica
-from ..sampling.seeded import Disclosed, Engine, EngineSpec, ReplicaEngine, ServerEngine
+from ..sampling.seeded import Disclosed, Engine, ReplicaEngine, ServerEngine
 from ..serving.server import serve
 from ..settings.command_line import say
 
@@ -91,6 +93,7 @@ def start_engine(
         yield running, {"url": engine.name, "files": fingerprint(model), **told}
     elif engine.kind == "replica":
         policy = AutoModelForCausalLM.from_pretrained(model.name, revision=model.revision, dtype="auto")
+        require_finite(policy)
         policy.to("cuda" if torch.cuda.is_available() else "cpu")
         yield ReplicaEngine(Replica(policy, engine.scheme), model.tokenizer, concurrency), fingerprint(model)
     else:

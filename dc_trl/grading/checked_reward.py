@@ -15,6 +15,10 @@ RewardFunction = Callable[..., list[float | None]]
 LARGEST = 1e18
 
 
+class RewardError(TypeError, ValueError):
+    """What a reward function returned cannot be rewards; the message says why."""
+
+
 class CheckedReward:
     """A reward function, not async, whose rewards are checked before they become advantages; picklable if it is."""
 
@@ -62,8 +66,8 @@ def require_rewards(name: str, rewards: Any, completions: int) -> list[float | N
     """Return what a reward function returned for so many completions as numbers; None and NaN: there is no reward.
 
     Raises:
-        TypeError: it is no list, tuple, array or tensor of numbers.
-        ValueError: there are more or fewer rewards than completions, or one is larger than `LARGEST`.
+        RewardError: it is no list, tuple, array or tensor of numbers, not one for each completion, or one is larger
+            than `LARGEST`.
     """
     remedy = "return one for each completion, a finite number or None"
     try:
@@ -74,14 +78,14 @@ def require_rewards(name: str, rewards: Any, completions: int) -> list[float | N
             raise TypeError("there are texts among them")
         values = [math.nan if value is None else float(value) for value in rewards]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: a tensor of several numbers
-        raise TypeError(f"reward function {name!r} returned {excerpt(rewards)} ({error}): {remedy}.") from error
+        raise RewardError(f"reward function {name!r} returned {excerpt(rewards)} ({error}): {remedy}.") from error
     if len(values) != completions:
-        raise ValueError(
+        raise RewardError(
             f"reward function {name!r} returned {len(values)} rewards for {completions} completions: {remedy}."
         )
     for row, value in enumerate(values):
         if abs(value) > LARGEST:
-            raise ValueError(f"reward function {name!r} returned {value:g} for completion {row}: {remedy}.")
+            raise RewardError(f"reward function {name!r} returned {value:g} for completion {row}: {remedy}.")
     return [None if math.isnan(value) else value for value in values]
 
 
@@ -98,8 +102,10 @@ def require_callable(
 
     It is given the rows' `columns` and this run's `extra` arguments; with `more`, a `rollout_func` may add others.
     """
-    given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-    given |= {*extra, *columns} - {"prompt", "completion"}  # which TRL does not pass: `prompts` holds the former
+    given = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", *extra}
+    if twice := given & {*columns}:
+        raise ValueError(f"{named} is given {twice.pop()!r} by the trainer: rename that column of the data set.")
+    given |= {*columns} - {"prompt", "completion"}  # which TRL does not pass: `prompts` holds the former
     try:
         signature = inspect.signature(reward)
     except ValueError:  # a function in C may have none

@@ -1,18 +1,45 @@
 """The policy without the wrappers of training, and its architecture without values."""
 
 import copy
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
 def base_model(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """Return the transformers model of a policy, without the PEFT model around it."""
     return policy.get_base_model() if isinstance(policy, PeftModel) else policy
+
+
+def not_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first weight, or shard in this process, with a number that is not finite."""
+    for name, weight in weights:
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        # What bitsandbytes packs holds no numbers, and on the meta device there are none.
+        known = local.is_floating_point() and local.numel() and not local.is_meta
+        # The largest magnitude takes no memory, as `isfinite` of a large weight does.
+        if known and not math.isfinite(torch.linalg.vector_norm(local.detach(), math.inf)):
+            return name
+    return None
+
+
+def require_finite(policy: nn.Module) -> None:
+    """Refuse a policy with a weight that is not finite, from which nothing can be sampled.
+
+    Raises:
+        ValueError: names the weight.
+    """
+    if (name := not_finite(policy.named_parameters())) is not None:
+        raise ValueError(
+            f"model: its weight {name} is not finite, as a run that diverged leaves it: give a checkpoint of before."
+        )
 
 
 def with_positions(options: dict[str, Any]) -> dict[str, Any]:

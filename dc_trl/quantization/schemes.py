@@ -2,19 +2,19 @@
 
 A name means the same number format in the in-process replica that samples and in the checkpoint that is served.
 lm_head, embeddings, norms and the routers of experts stay unquantized in every scheme, as in vLLM.
+
+The names need no torch: a help has them at once, and the doctor has to speak where torch cannot be loaded.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils import logging
-
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
 # Name → (compressed-tensors preset, group size that replaces the preset's).
 _PRESETS: dict[str, tuple[str, int | None]] = {
@@ -67,6 +67,8 @@ def quantizes_cache(name: str) -> bool:
 
 def quantized_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linear layers that a scheme quantizes, by name: all but the output head and routers of experts."""
+    from torch import nn
+
     ignored = {model.get_output_embeddings()}
     for name in fused_experts(model):
         block = model.get_submodule(name.rpartition(".")[0])
@@ -84,6 +86,8 @@ def fused_experts(model: PreTrainedModel) -> dict[str, nn.Module]:
     transformers has no Linear layers for experts, but ``gate_up_proj``, shape (experts, 2 × intermediate, hidden), and
     ``down_proj``, shape (experts, hidden, intermediate). Checkpoints and engines store each matrix by itself.
     """
+    from torch import nn
+
     return {
         name: module
         for name, module in model.named_modules()
@@ -121,8 +125,9 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
         ValueError: the name is unknown, the scheme's groups do not divide the width of a layer, or experts have an
             unknown layout and would stay unquantized.
     """
-    # Imported here because a configuration only needs the names of the schemes, and this import takes 0.15 s.
     from compressed_tensors.compressors.format import infer_module_format
+    from torch import nn
+    from transformers.utils import logging
 
     scheme = named_scheme(name)
     name = name.removesuffix(FP8_CACHE)

@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..quantization.policy import not_finite
 from .interruption import way_back
 
 
@@ -66,11 +67,8 @@ class Soundness:
     def require_finite(self) -> None:
         """Raise a `DivergedError` unless the weights that are trained are finite in every process."""
         trainer = self._trainer
-        trained = (parameter.detach() for parameter in trainer.model.parameters() if parameter.requires_grad)
-        local = (each.to_local() if isinstance(each, DTensor) else each for each in trained)
-        # The largest magnitude takes no memory, as `isfinite` of a large weight does.
-        broken = not all(math.isfinite(torch.linalg.vector_norm(each, math.inf)) for each in local if each.numel())
-        flag = torch.tensor([broken], device=trainer.accelerator.device)
+        trained = ((name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad)
+        flag = torch.tensor([not_finite(trained) is not None], device=trainer.accelerator.device)
         if trainer.accelerator.gather(flag).any():
             raise self._diverged(f"The weights are not finite after step {trainer.state.global_step}, and not saved")
 

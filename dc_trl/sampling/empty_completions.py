@@ -1,9 +1,14 @@
-"""Completions without an end token: where TRL needs one, they get one that enters no loss."""
+"""The ends of completions: what follows an end token is left out; one that TRL needs is added, and enters no loss."""
 
 import math
 from functools import wraps
 
-from ..serving.completions import EndToken, require_log_probs
+from accelerate.logging import get_logger
+
+from ..serving.completions import EndToken, require_log_probs, require_tokens
+
+
+logger = get_logger(__name__)
 
 
 class UnsampledToken(int):
@@ -11,6 +16,19 @@ class UnsampledToken(int):
 
     TRL splits and joins completions as lists of ids, which keep this type.
     """
+
+
+def without_rest(completion_ids, logprobs, ends):
+    """Leave out what follows the first of `ends` in each completion, as TRL does where the model itself generates."""
+    lengths = [min((ids.index(end) + 1 for end in ends if end in ids), default=len(ids)) for ids in completion_ids]
+    if [*map(len, completion_ids)] == lengths:
+        return completion_ids, logprobs
+    logger.warning_once(
+        f"The engine has sampled on after an end token (of {ends}), which is left out: start it with the tokenizer "
+        "and the generation_config of the model that is trained."
+    )
+    cut = [[row[:length] for row, length in zip(rows, lengths, strict=True)] for rows in (completion_ids, logprobs)]
+    return tuple(cut)
 
 
 def with_ends(completion_ids, logprobs, ends):
@@ -50,9 +68,17 @@ def checked_rollouts(rollout_func):
     @wraps(rollout_func)
     def rollout(prompts, trainer):
         output = rollout_func(prompts, trainer)
+        if not isinstance(output, dict):
+            raise ValueError(
+                f"rollout_func returned a {type(output).__name__}: return a dictionary of prompt_ids, completion_ids "
+                "and logprobs."
+            )
         if not {"completion_ids", "logprobs"} <= output.keys():
             return output  # TRL's error names the missing keys
         completion_ids, logprobs = output["completion_ids"], output["logprobs"]
+        limits = trainer._limits  # None with images
+        for number, ids in enumerate(completion_ids):
+            require_tokens(ids, limits and limits.tokens, f"rollout_func: completion {number}")
         masks = output.get("env_mask") or [[1] * len(ids) for ids in completion_ids]
         for number, (ids, values) in enumerate(zip(completion_ids, logprobs or (), strict=logprobs is not None)):
             outside = {at for at, of_policy in enumerate(masks[number]) if not of_policy}  # nobody has sampled these

@@ -21,7 +21,7 @@ import transformers
 from accelerate.logging import get_logger
 
 from ..quantization.policy import unwrapped
-from .empty_completions import with_ends
+from .empty_completions import with_ends, without_rest
 from .schedule import LookAhead, SyncSchedule
 from .versions import SamplerWeights
 
@@ -91,10 +91,12 @@ class Sampler:
         self.bring_weights(self._trainer.model.training)
 
     def turn(self, of_trl: Callable[[], Completions], prompt_ids: list[list[int]]) -> Completions:
-        """Return one turn of completions, of the replica or, by `of_trl`, of TRL's engine; see `with_ends`."""
+        """Return one turn of completions, of the replica or, by `of_trl`, of TRL's engine, by their ends."""
         trainer = self._trainer
         if self.replica is None:
             completion_ids, logprobs = of_trl()
+            if trainer.use_vllm and not (trainer.args.generation_kwargs or {}).get("ignore_eos"):
+                completion_ids, logprobs = without_rest(completion_ids, logprobs, trainer.eos_token_ids)
         else:
             completion_ids, logprobs = self.replica.generate(
                 prompt_ids, trainer.generation_config, trainer.temperature, among_kept=self.truncates

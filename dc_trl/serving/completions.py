@@ -15,7 +15,7 @@ _LOWEST, _HIGHEST = -1e4, 1e-4  # of a log-probability: vLLM writes −9999 for 
 _LEAST = math.log(2.0**-149)  # of a sampled token: in float32 anything lower has the probability 0
 # What an answer in another format raises where it is read; the later ones too deep JSON, or the header of an array.
 MALFORMED: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, AttributeError)
-MALFORMED += (RecursionError, MemoryError, SyntaxError, TokenError)
+MALFORMED += (RecursionError, MemoryError, SyntaxError, TokenError, OverflowError)
 
 
 class EndToken(int):
@@ -28,6 +28,15 @@ class EndToken(int):
 def ended(ids: list[int]) -> list[int]:
     """Return a completion that its engine has ended."""
     return [*ids[:-1], *map(EndToken, ids[-1:])]
+
+
+def require_tokens(ids: Any, vocabulary: int | None, what: str) -> None:
+    """Refuse what is no list of token ids below `vocabulary`, None if that is unknown, by a `ValueError`."""
+    if not isinstance(ids, list):
+        raise ValueError(f"{what} is a {type(ids).__name__}, and no list of tokens")
+    every = np.asarray(ids or [0])
+    if every.dtype.kind != "i" or every.ndim != 1 or not 0 <= every.min() <= every.max() < (vocabulary or 2**31):
+        raise ValueError(f"{what} has a token that is not in the vocabulary of {vocabulary}")
 
 
 def require_log_probs(values: Any, count: int | None = None, lowest: float = _LEAST) -> None:
@@ -81,13 +90,9 @@ def require_rollout(
             if choice["finish_reason"] in (None, "abort", "error"):
                 raise ServerUnavailableError(f"vLLM at {where} broke off choice {number}")
             ids = choice["token_ids"]
-            every = np.asarray(ids or [0])
-            if (
-                every.dtype.kind != "i"
-                or every.ndim != 1
-                or not 0 <= every.min() <= every.max() < (vocabulary or 2**31)
-            ):
-                raise ValueError(f"choice {number} has a token that is not in the vocabulary of {vocabulary}")
+            require_tokens(ids, vocabulary, f"choice {number}")
+            if not isinstance(choice.get("text", ""), str):
+                raise ValueError(f"choice {number} has the text {choice['text']!r}")
             if len(ids) > request.get("max_tokens", len(ids)):
                 raise ValueError(f"choice {number} has {len(ids)} tokens where {request['max_tokens']} were allowed")
             if request.get("logprobs") is not None:

@@ -266,9 +266,12 @@ def wait_until_up(
         waited = time.monotonic() - begin
         urls, reason = " and ".join(down), ", ".join(dict.fromkeys(down.values()))
         if waited >= timeout:
+            remedy = "or correct the address"
+            if servers[0].patience.prefix:  # of a run, whose fields these are
+                remedy = "correct vllm_server_base_url or vllm_server_base_urls, or raise vllm_server_timeout"
             raise ServerUnavailableError(
                 f"no vLLM server answers at {urls} after {timeout:g} s ({reason}): start one with dc-trl serve, "
-                "correct vllm_server_base_url or vllm_server_base_urls, or raise vllm_server_timeout."
+                f"{remedy}."
             )
         if time.monotonic() - reported >= 10:
             reported = time.monotonic()

@@ -19,8 +19,15 @@ from ..secrets import printable
 from .paths import shipped
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Return the object that a text is in JSON; a `ValueError` if it is none."""
+    if not isinstance(found := json.loads(text), dict):
+        raise ValueError(text)
+    return found
+
+
 # What stands for the value of an option in a help, by what reads the value; "TEXT" for all else.
-METAVARS: dict[Any, str] = {int: "INT", float: "FLOAT", Path: "PATH", json.loads: "JSON"}
+METAVARS: dict[Any, str] = {bool: "BOOL", int: "INT", float: "FLOAT", Path: "PATH", json_object: "JSON"}
 
 
 _INDENT = 24  # columns in front of what a field means
@@ -76,7 +83,9 @@ def add_model(group: argparse._ActionsContainer, what: str, required: bool = Tru
 
 def add_template(group: argparse._ActionsContainer) -> None:
     """Add the option for variables of the chat template: `--chat_template_kwargs`."""
-    group.add_argument("--chat_template_kwargs", type=json.loads, default={}, help="as '{\"enable_thinking\": false}'")
+    group.add_argument(
+        "--chat_template_kwargs", type=json_object, default={}, help="as '{\"enable_thinking\": false}'"
+    )
 
 
 def add_serve_options(group: argparse._ActionsContainer) -> None:
@@ -89,19 +98,24 @@ def add_fields(group: argparse._ActionsContainer, settings: type, *names: str) -
     hints = get_type_hints(settings)
     for field in fields(settings):
         if field.name in names:
-            hint, help_ = hints[field.name], field.metadata["help"]
-            of = get_args(hint) or (hint,)
-            kind: Any = int if int in of else float if float in of else str
-            choices = of if get_origin(hint) is Literal else None
-            group.add_argument(f"--{field.name}", type=kind, choices=choices, default=field.default, help=help_)
+            kind, choices = kind_and_choices(hints[field.name])
+            meaning = field.metadata["help"]
+            group.add_argument(f"--{field.name}", type=kind, choices=choices, default=field.default, help=meaning)
+
+
+def kind_and_choices(hint: Any) -> tuple[type, tuple | None]:
+    """Return the type of one word of a field's value, and all that it may be; `hint` is as of `get_type_hints`."""
+    parts = (hint, *get_args(hint))
+    choices = next((get_args(part) for part in parts if get_origin(part) is Literal), None)
+    return next((kind for kind in (bool, int, float) if kind in parts), str), choices
 
 
 def described(
-    name: str, kind: str, meaning: str, width: int | None = None, choices: Iterable[Any] = (), default: Any = None
+    name: str, kind: Any, meaning: str, width: int | None = None, choices: Any = None, default: Any = None
 ) -> str:
     """Return what an option means: in full, or by its first sentence for a terminal of this width."""
     meaning = " ".join(meaning.replace("%%", "%").split())
-    told = ", ".join(map(str, choices))
+    told = ", ".join(map(str, choices or ()))
     if width is not None:  # the first sentence without what is in parentheses
         told = textwrap.shorten(told, 60, placeholder=" …")
         meaning = re.split(r"(?<!e\.g)(?<!i\.e)[.:;] ", re.sub(r" \([^()]*\)", "", meaning))[0].rstrip(".")
@@ -109,7 +123,8 @@ def described(
     if default not in (None, []):
         facts += f" [{', '.join(default) if isinstance(default, list) else default}]"
     room = width or max(shutil.get_terminal_size((120, 24)).columns, 80)
-    line = f"{f'  --{name} ' + ('' if told else kind):<{_INDENT - 2}}  {meaning}{facts}"
+    value = "" if told else METAVARS.get(kind, "TEXT")
+    line = f"{f'  --{name} {value}':<{_INDENT - 2}}  {meaning}{facts}"
     return textwrap.fill(line, room, subsequent_indent=" " * _INDENT)
 
 

@@ -13,13 +13,10 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from ..files import read_yaml
-from .command_line import METAVARS, NEGATIVE_NUMBER, described, say, unknown_field
+from .command_line import NEGATIVE_NUMBER, described, say, unknown_field
 from .fields import allowed_of
 from .paths import config_file
 from .recipes import DECIDED
-
-
-_METAVARS = METAVARS | {string_to_bool: "BOOL"}
 
 
 class ConfigurationParser(HfArgumentParser):
@@ -43,11 +40,11 @@ class ConfigurationParser(HfArgumentParser):
         if word not in ("all", *actions):
             raise ValueError(unknown_field(word, actions))
         named = actions.values() if word == "all" else [actions[word]]
-        kinds = [_METAVARS.get(action.type, "TEXT") for action in named]
-        return "\n".join(
-            described(action.dest, kind, action.help or "", None, action.choices or (), action.default)
-            for action, kind in zip(named, kinds, strict=True)
-        )
+        lines = []
+        for action in named:
+            kind = bool if action.type is string_to_bool else action.type
+            lines.append(described(action.dest, kind, action.help or "", None, action.choices, action.default))
+        return "\n".join(lines)
 
     def _check_value(self, action: Action, value: Any) -> None:
         if action.dest not in self._checked:  # their dataclasses refuse in the same words what a file or Python gives
@@ -57,8 +54,8 @@ class ConfigurationParser(HfArgumentParser):
         """Raise a `ValueError`; argparse would print the usage of 300 fields and end the program."""
         raise ValueError(re.sub(r"^argument --(\w+)(/\S+)?:", r"\1:", message) + ".")
 
-    def parse(self, words: Sequence[str] | None = None) -> tuple:
-        """Return the dataclasses from a command line, by default that of the process, and the file of `--config`.
+    def parse(self, words: Sequence[str]) -> tuple:
+        """Return the dataclasses from the words of a command line, and the file of its `--config`.
 
         `--help` prints the help and ends the program.
 
@@ -77,12 +74,11 @@ class ConfigurationParser(HfArgumentParser):
         types = {name: kind for part in self.dataclass_types for name, kind in get_type_hints(part).items()}
         file = config_file(given.config)
         settings = read_yaml(file)
+        said = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
         try:
             for name in settings:
                 if name not in types:
                     raise ValueError(unknown_field(name, types))
-            names = (word.partition("=")[0] for word in (sys.argv[1:] if words is None else words))
-            said = {name[2:].replace("-", "_") for name in names if name.startswith("--")}
             # A recipe that comes later than the file decides over what the file says of its fields.
             if "recipe" in said and given.recipe != settings.get("recipe", "trl"):
                 overruled = settings.keys() & DECIDED - said
@@ -94,12 +90,11 @@ class ConfigurationParser(HfArgumentParser):
             return self._fill(words)
         except ValueError as error:
             refused = re.split(r"\W", str(error), maxsplit=1)[0]
-            given_here = (word.partition("=")[0] for word in (sys.argv[1:] if words is None else words))
-            if refused not in settings or refused in {word[2:].replace("-", "_") for word in given_here}:
+            if refused not in settings or refused in said:
                 raise
             raise ValueError(f"{file}: {error}") from error
 
-    def _fill(self, words: Sequence[str] | None) -> tuple:
+    def _fill(self, words: Sequence[str]) -> tuple:
         return self.parse_args_into_dataclasses(words, look_for_args_file=False)[: len(self.dataclass_types)]
 
 

@@ -6,10 +6,11 @@ TRL and transformers declare their fields without ranges: `TRL_ALLOWED` adds wha
 first rollout, or never.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, field, fields
 from enum import Enum
 from numbers import Integral, Real
@@ -19,17 +20,23 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ..secrets import require_open_address
 from ..version import DOCS
 from .paths import require_folder
-from .ranges import ABOVE_0, AT_LEAST_0, COUNT, PORT, SHARE, Range, require_choice, require_number
+from .ranges import ABOVE_0, AT_LEAST_0, COUNT, PORT, SEED, SHARE, UNIT, WHOLE, Range, require_choice, require_number
 
 
 # What fields of TRL and transformers may be that a run would otherwise meet once its engine is up, or never.
 TRL_ALLOWED: dict[str, Range | tuple[Any, ...]] = {
     **dict.fromkeys(("max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps"), COUNT),
     **dict.fromkeys(("num_iterations", "vllm_max_model_length", "save_total_limit", "lora_r"), COUNT),
+    "steps_per_generation": COUNT,
     **dict.fromkeys(("vllm_server_port", "vllm_group_port"), PORT),
-    **dict.fromkeys(("learning_rate", "weight_decay", "beta"), AT_LEAST_0),
+    **dict.fromkeys(("learning_rate", "weight_decay", "beta", "neftune_noise_alpha", "max_grad_norm"), AT_LEAST_0),
+    **dict.fromkeys(("epsilon_high", "delta", "adam_epsilon", "num_train_epochs"), AT_LEAST_0),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "min_p", "top_entropy_quantile", "lora_dropout"), UNIT),
+    **dict.fromkeys(("temperature", "repetition_penalty"), ABOVE_0),
+    "top_k": Range(least=-1, whole=True),
+    **dict.fromkeys(("seed", "data_seed"), SEED),
+    "dataloader_num_workers": WHOLE,
     **dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), SHARE),
-    "temperature": ABOVE_0,
     "num_generations": Range(least=2, whole=True),
     "importance_sampling_level": ("token", "sequence"),
     "scale_rewards": ("group", "batch", "none", True, False),
@@ -111,9 +118,12 @@ def require_fields(settings: Any, of: type | None = None) -> None:
             require_folder(name, value)
         if value is None and name in left_open:
             continue
-        if name not in allowed:
+        if name.endswith("_kwargs"):
+            _require_object(name, value)
+        elif name not in allowed:
             if value is not None or name in own:  # TrlParser leaves some of TRL's empty
-                _require_type(name, value, hints[name])
+                # Of one name of modules TRL's own dataclass makes a text, which PEFT takes.
+                _require_type(name, value, hints[name] | str if name.startswith("lora_target") else hints[name])
         elif isinstance(allowed[name], Range):
             require_number(name, value, allowed[name])
         elif allowed[name] is not bool:
@@ -129,6 +139,16 @@ def _require_type(name: str, value: Any, hint: Any) -> None:
     if all(kind in _OF_TYPES for kind in kinds) and not any(isinstance(value, _OF_TYPES[kind][1]) for kind in kinds):
         wanted = " or ".join(_OF_TYPES[kind][0] for kind in kinds)
         raise ValueError(f"{name}={value!r} has the type {type(value).__name__}: use {wanted}.")
+
+
+def _require_object(name: str, value: Any) -> None:
+    """Refuse what is neither a dictionary nor, as a command line gives it, one in JSON."""
+    found = value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            found = json.loads(value)
+    if not isinstance(found, dict):
+        raise ValueError(f"{name}={value!r} is invalid: use a dictionary, in JSON as '{{\"name\": 1}}'.")
 
 
 @contextmanager

@@ -65,7 +65,9 @@ def config_file(name: str) -> Path:
 
 
 def require_folder(name: str, value: str | os.PathLike[str]) -> None:
-    """Refuse a folder that cannot be there, because a file stands in its place or above it."""
+    """Refuse a folder without a name, or with a file in its place or above it."""
+    if not str(value):
+        raise ValueError(f"{name}='' is empty: give a directory, '.' for the present one.")
     place = next(each for each in (Path(value), *Path(value).absolute().parents) if os.path.lexists(each))
     if not place.is_dir():
         raise ValueError(f"{name}={str(value)!r}: {place} is a file: choose another directory.")

@@ -37,6 +37,7 @@ FINITE = Range()
 AT_LEAST_0 = Range(least=0)
 ABOVE_0 = Range(above=0)
 SHARE = Range(above=0, most=1)
+UNIT = Range(least=0, most=1)
 PORT = Range(least=1, most=65535, whole=True)
 SEED = Range(least=0, most=2**32 - 1, whole=True)
 

@@ -21,7 +21,7 @@ from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 from dc_trl.records.estimators import mean_estimate
 from dc_trl.records.tables import percent, print_table
-from dc_trl.sampling.seeded import EngineSpec
+from dc_trl.sampling.engine_names import EngineSpec
 
 from .steps import StepClock, peak, ratios, train_in_turns
 

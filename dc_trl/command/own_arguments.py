@@ -1,8 +1,8 @@
-"""The settings of the data, and options that name prompts. No import here takes seconds."""
+"""The settings of `dc-trl train` beside the trainer's, and options that name prompts. No import here takes seconds."""
 
 import argparse
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ..settings.command_line import add_fields
 from ..settings.contradictions import CheckedSettings
@@ -39,6 +39,39 @@ class DataArguments(CheckedSettings):
         False, "Measure greedy completions of the held-out problems at evaluations in between too (eval_strategy)."
     )
     rewards: list[str] = setting(["math"], "Reward functions: 'math', 'arithmetic', or dotted paths of your own.")
+
+
+@dataclass
+class ServerArguments(CheckedSettings):
+    """The vLLM server, where the run starts its own."""
+
+    serve: Literal["auto"] | None = setting(
+        None,
+        "'auto' starts a vLLM server for the model in its deployment_scheme, and ends it with the run (use_vllm: "
+        "true, vllm_mode: server). For a server that runs elsewhere set vllm_server_base_url.",
+    )
+    serve_devices: str | None = setting(None, "GPUs of the server that 'auto' starts: '3' or '2,3'.")
+    serve_options: list[str] = setting([], "Further options of vllm serve for the server that 'auto' starts.")
+
+
+@dataclass
+class WatchArguments(CheckedSettings):
+    """Decay of the learning rate, and alarm of a collapse, which react to the metrics of the run."""
+
+    length_decay: bool = setting(
+        False,
+        "Once the responses have become much longer, halve the learning rate again and again, down to a tenth (arXiv "
+        "2602.01826), in place of lr_scheduler_type. See docs/corrections.md.",
+    )
+    length_decay_period: Annotated[int | None, COUNT] = setting(
+        None, "Optimizer steps between two halvings. If it is not set, 1.8 times the step of the longer responses."
+    )
+    collapse_alarm: Literal["off", "warn", "stop"] = setting(
+        "warn",
+        "What happens when reward, entropy, gradient norm, mismatch or λ show a collapse: "
+        '"off" does nothing, "warn" warns once, and "stop" warns, ends the run and names the last good checkpoint '
+        "to resume from. See docs/metrics.md.",
+    )
 
 
 def add_prompts(parser: argparse.ArgumentParser, default: int) -> argparse._ActionsContainer:
