@@ -183,33 +183,33 @@ class _DeployedGeneration(Generation):
             whole = True
 
         tensors = gathering()
-        failure = None
         try:
-            try:
-                if self._writes:
-                    self._remove_checkpoints()  # their room may be needed
-                    start = time.perf_counter()
-                    if self._beside:
-                        size = write_adapter(unwrapped(self.accelerator, self.model), self.checkpoint)
-                    else:
-                        size = self._writer.write(tensors, self.checkpoint)
-                    self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
-            except OSError as error:
-                failure = (
-                    f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
-                    f"{self._folder(self._run).parent} ({error.strerror or error}). Make room, or set weight_sync_dir "
-                    "to another directory that both the trainer and the server see."
-                )
-            finally:
-                for _ in tensors:
-                    pass  # take part in gathering the rest, although it is not written
+            if self._writes:
+                self._remove_checkpoints()  # their room may be needed
+                start = time.perf_counter()
+                if self._beside:
+                    size = write_adapter(unwrapped(self.accelerator, self.model), self.checkpoint)
+                else:
+                    size = self._writer.write(tensors, self.checkpoint)
+                self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
         finally:
-            if isinstance(raised := sys.exception(), Exception):  # not enough memory, for example
-                failure = f"the weights for vLLM cannot be written: {type(raised).__name__}: {raised}"
-            # Where gathering itself failed, the others do not come here, and the launcher ends them.
-            for message in gather_object([failure]) if whole else ():
-                if message is not None:
-                    raise ServerError(message)
+            error = sys.exception()
+            for _ in tensors:
+                pass  # take part in gathering the rest, although it is not written
+            if whole:  # where gathering itself failed, the others do not come here, and the launcher ends them
+                with raised_together(ServerError):
+                    if isinstance(error, Exception):
+                        raise ServerError(self._refusal(error)) from error
+
+    def _refusal(self, error: Exception) -> str:
+        """Return what kept this process from writing the weights."""
+        if not isinstance(error, OSError):  # not enough memory, for example
+            return f"the weights for vLLM cannot be written: {type(error).__name__}: {error}"
+        return (
+            f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
+            f"{self._folder(self._run).parent} ({error.strerror or error}). Make room, or set weight_sync_dir "
+            "to another directory that both the trainer and the server see."
+        )
 
 
 class ServerGeneration(_DeployedGeneration):
