@@ -5,7 +5,6 @@ Checkpoints that are written from them, and log-probabilities among kept tokens 
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
@@ -13,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import add_fused_lm_head
 
 from dc_trl.parts.kept_tokens import KeptHead, Named
@@ -21,14 +19,14 @@ from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import deployed_tensors
 from dc_trl.sampling.named_tokens import KeptLogProb
 
-from .helpers import make_model, make_tokenizer, make_trainer
+from .helpers import make_model, make_tokenizer
 
 
 FOLDER = Path(sys.argv[1])
 
 
 def shard(model, dtype=torch.bfloat16):
-    """As accelerate's FSDP2, which runs on no CPU: computes in `dtype`, and recomputes the layers' activations."""
+    """As accelerate does for FSDP2: computes in `dtype`, and recomputes the layers' activations."""
     options = {
         "mesh": torch.distributed.init_device_mesh("cpu", (2,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype),
@@ -42,8 +40,8 @@ def shard(model, dtype=torch.bfloat16):
     return model
 
 
-def write(accelerator, model, folder: Path, gathered_by_trl=None) -> None:
-    tensors = deployed_tensors(accelerator, model, gathered_by_trl)
+def write(accelerator, model, folder: Path) -> None:
+    tensors = deployed_tensors(accelerator, model, None)
     if accelerator.is_main_process:
         CheckpointWriter(model, "fp8", make_tokenizer()).write(tensors, folder)
     for _ in tensors:
@@ -76,10 +74,6 @@ def main() -> None:
     assert any(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
     write(accelerator, model, FOLDER / "after a forward pass")
 
-    trainer = make_trainer(FOLDER / "run", make_model(64), deployment_scheme="fp8")
-    shard(trainer.model)
-    trainer.save_deployment(FOLDER / "by the trainer")
-
     adapted = shard(get_peft_model(make_model(64), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)))
     try:
         deployed_tensors(accelerator, adapted, None)
@@ -87,11 +81,6 @@ def main() -> None:
         refusal = str(error)
     if accelerator.is_main_process:
         (FOLDER / "refusal").write_text(refusal)
-    # What VLLMGeneration knows of a run under FSDP2; it is built by hand because accelerate has no FSDP on a CPU.
-    generation = VLLMGeneration.__new__(VLLMGeneration)
-    generation.model, generation.accelerator = adapted, accelerator
-    generation._dist = SimpleNamespace(is_fsdp=True, fsdp_version=2, gather_params=lambda parameters: torch.no_grad())
-    write(accelerator, adapted, FOLDER / "adapted", generation._iter_named_params)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -186,14 +186,9 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(tmp_path):
 def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
     succeed([*TORCHRUN, "-m", "tests.sharded_worker", str(tmp_path)])
     write(make_model(64), "fp8", tmp_path / "whole")
-    adapted = get_peft_model(make_model(64), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    write(adapted, "fp8", tmp_path / "whole, adapted")
-    references = {"sharded": "whole", "after a forward pass": "whole", "adapted": "whole, adapted"}
-    for folder, reference in references.items():
-        for file in (tmp_path / reference).iterdir():
+    for folder in ("sharded", "after a forward pass"):
+        for file in (tmp_path / "whole").iterdir():
             assert (tmp_path / folder / file.name).read_bytes() == file.read_bytes(), (folder, file.name)
-    weights = "model.safetensors"
-    assert (tmp_path / "by the trainer" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
     refusal = (tmp_path / "refusal").read_text()
     assert all(words in refusal for words in ("use_vllm=False", "FSDP2", "use_vllm=True"))
     # Truncated sampling: a softmax of the model in one piece over the whole vocabulary, with the other tokens at -inf.
