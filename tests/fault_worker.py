@@ -14,14 +14,13 @@ import httpx
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch.distributed.fsdp import fully_shard
 from trl.generation import vllm_client
 
 from dc_trl.sampling.vllm_backends import ServerGeneration
 from dc_trl.serving.client import ServerClient
 from dc_trl.serving.errors import ServerError
 
-from .helpers import at_server, make_model, make_tokenizer, make_trainer
+from .helpers import at_server, make_model, make_tokenizer, make_trainer, shard
 
 
 URL, FOLDER = sys.argv[1:] if __name__ == "__main__" else ("", "")
@@ -56,11 +55,7 @@ class Stream:
 
 
 def sharded_generation(accelerator) -> ServerGeneration:
-    model = make_model(64)
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = shard(make_model(64))
     names = ("deployment_scheme", "weight_sync_dir", "vllm_server_base_urls", "vllm_request_timeout")
     options = dict.fromkeys((*names, "vllm_max_model_length")) | {
         "vllm_server_base_url": URL,

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from trl.trainer.utils import add_fused_lm_head
 
@@ -19,25 +18,10 @@ from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import deployed_tensors
 from dc_trl.sampling.named_tokens import KeptLogProb
 
-from .helpers import make_model, make_tokenizer
+from .helpers import make_model, make_tokenizer, shard
 
 
 FOLDER = Path(sys.argv[1])
-
-
-def shard(model, dtype=torch.bfloat16):
-    """As accelerate does for FSDP2: computes in `dtype`, and recomputes the layers' activations."""
-    options = {
-        "mesh": torch.distributed.init_device_mesh("cpu", (2,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype),
-    }
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for number, layer in enumerate(base.model.layers):
-        base.model.layers[number] = fully_shard(checkpoint_wrapper(layer), **options)
-    fully_shard(model, **options)
-    parameter = next(model.parameters())
-    assert parameter.to_local().numel() < parameter.numel()
-    return model
 
 
 def write(accelerator, model, folder: Path) -> None:
@@ -65,8 +49,9 @@ def score_among_kept(model) -> tuple[torch.Tensor, torch.Tensor]:
 
 def main() -> None:
     accelerator = Accelerator(cpu=True)
-    torch.save(score_among_kept(shard(make_model(64), torch.float32)), FOLDER / f"kept_{accelerator.process_index}.pt")
-    model = shard(make_model(64))
+    torch.save(score_among_kept(shard(make_model(64))), FOLDER / f"kept_{accelerator.process_index}.pt")
+    in_bfloat16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    model = shard(make_model(64), **in_bfloat16)
     write(accelerator, model, FOLDER / "sharded")
     # After a forward pass FSDP2 keeps some weights gathered, rounded to what it computes in.
     with torch.no_grad():

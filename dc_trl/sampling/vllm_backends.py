@@ -15,6 +15,7 @@ from functools import cached_property, partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
@@ -268,19 +269,17 @@ class ServerGeneration(_DeployedGeneration):
     def sync_weights(self) -> None:
         """Send the policy's present weights to the server, and ensure that it serves them."""
         self._begin_version()
+        if self.weight_sync == "checkpoint":
+            self._write()
+            self._timed_load()
+            return
         with raised_together(ServerError):
-            if self.weight_sync == "checkpoint":
-                self._write()
-                self._timed_load()
-                return
-            with raised_together(ServerError):
-                # If the server cannot mark its weights as being loaded, no process begins to gather them.
-                if self.accelerator.is_main_process:
-                    client, version = self.vllm_client, self.weight_version
-                    client.weights = Weights(version, None)
-                    client.connection.persist(
-                        lambda first: (client.fits(client), client.name_weights(LOADING + version))
-                    )
+            # If the server cannot mark its weights as being loaded, no process begins to gather them.
+            if self.accelerator.is_main_process:
+                client, version = self.vllm_client, self.weight_version
+                client.weights = Weights(version, None)
+                client.connection.persist(lambda first: (client.fits(client), client.name_weights(LOADING + version)))
+        with raised_together(ServerError):
             if self.accelerator.is_main_process:
                 self._stream_weights()
             else:
@@ -356,16 +355,17 @@ class ColocateGeneration(_DeployedGeneration):
         model: Any = self.model
         self.model: Any = SimpleNamespace(name_or_path=str(self.checkpoint), named_modules=lambda: iter(()))
         self._reload: str | Callable[..., None] = "reload_weights"
+        needs = {}
         if self.accelerator.device.type == "cpu":
             from ..serving.cpu_reload import CPUReloadExtension  # it imports vLLM, which is known to be installed here
 
             self._reload = CPUReloadExtension.reload_checkpoint
-        os.environ.update(BLOCK_SCALES | os.environ)
-        needs = {}
-        if self.accelerator.device.type != "cpu":
+        else:
             needs = reloadable(self.deployment_scheme or "bf16", unwrapped(self.accelerator, model).config)
+        os.environ.update(BLOCK_SCALES | os.environ)
+        engine = partial(vllm_generation.LLM, **needs)  # for which TRL has no setting
         try:
-            with _engine_arguments(needs):
+            with patch.object(vllm_generation, "LLM", engine):
                 super()._init_vllm()
         finally:
             self.model = model
@@ -389,20 +389,6 @@ class ColocateGeneration(_DeployedGeneration):
         if self.enable_sleep_mode:
             self.llm.collective_rpc(restore_cache_scales)
         self.llm.reset_prefix_cache()
-
-
-@contextmanager
-def _engine_arguments(arguments: dict[str, Any]) -> Iterator[None]:
-    """Have TRL build its engine with further arguments, for which it has no setting."""
-    if not arguments:
-        yield
-        return
-    engine = vllm_generation.LLM
-    vllm_generation.LLM = partial(engine, **arguments)
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = engine
 
 
 def restore_cache_scales(worker: Any) -> None:
@@ -503,9 +489,6 @@ def raised_together(*errors: type[Exception]) -> Iterator[None]:
         yield
     except errors as error:
         failure = error
-    messages = gather_object([None if failure is None else str(failure)])
-    if failure is not None:
-        raise failure
-    for message in messages:
-        if message is not None:
-            raise ServerError(message)
+    messages = gather_object([] if failure is None else [str(failure)])
+    if messages:
+        raise failure or ServerError(messages[0])
