@@ -55,7 +55,9 @@ TWO_PROCESSES = [
     "--config_file",
     "configs/accelerate/two_cpu_processes.yaml",
 ]
-# The same without accelerate's configuration.
+# The same, with parameters that FSDP2 divides.
+TWO_SHARDED = [*TWO_PROCESSES[:-1], "configs/accelerate/two_cpu_processes_fsdp2.yaml"]
+# Two processes without accelerate's configuration.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
 
 

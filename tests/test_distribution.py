@@ -25,6 +25,7 @@ from .gaps import PROMPTS, mean_gap
 from .helpers import (
     TINY_MODEL,
     TWO_PROCESSES,
+    TWO_SHARDED,
     at_server,
     distinct_characters,
     make_config,
@@ -36,18 +37,13 @@ from .helpers import (
 from .vllm_server import complete, requires_vllm, serving
 
 
-ACCELERATE = TWO_PROCESSES[:3]
 ZERO = ["configs/accelerate/deepspeed_zero.yaml", "--num_processes", "2", "--mixed_precision", "no", "--zero_stage"]
 LAUNCHERS = {
     "one process": [sys.executable],
     "MULTI_CPU": TWO_PROCESSES,
     # Recomputes activations, as on GPUs.
-    "FSDP": [
-        *ACCELERATE,
-        "configs/accelerate/two_cpu_processes_fsdp2.yaml",
-        *("--fsdp_activation_checkpointing", "true"),
-    ],
-    "ZeRO-3": [*ACCELERATE, *ZERO, "3"],
+    "FSDP": [*TWO_SHARDED, "--fsdp_activation_checkpointing", "true"],
+    "ZeRO-3": [*TWO_PROCESSES[:-1], *ZERO, "3"],
 }
 # What a launch of two is compared in.
 COMPARED = {
