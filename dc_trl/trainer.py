@@ -659,9 +659,9 @@ class DCGRPOTrainer(GRPOTrainer):
     def _hub(self) -> HubClient:
         return HubClient(self.args)
 
-    def init_hf_repo(self, token=None):
+    def init_hf_repo(self, *args, **kwargs):
         with self._hub.pushing():
-            super().init_hf_repo(token)
+            super().init_hf_repo(*args, **kwargs)
 
     def push_to_hub(self, *args, export=True, **kwargs):
         """Push the run: model, deployment checkpoint, history of λ, figure and model card; see docs/after_training.md.

@@ -1,7 +1,8 @@
 """Makes the virtual environment that the Makefile uses, from the pinned constraints. Standard library only.
 
 PyTorch is the one package whose default build is wrong for most machines without a GPU: gigabytes of CUDA. A CPU build
-that is there already, in the environment or in the Python that makes it, is kept unless it is too old.
+that is there already, in the environment or in the Python that makes it, is kept unless it is too old, or there is a
+GPU.
 """
 
 import argparse
@@ -49,7 +50,8 @@ def install_torch(python: Path, requirement: str) -> None:
         for source in ([f"{requirement}+cpu"], [requirement, "--index-url", CPU_INDEX]):
             if pip(python, *source, check=False):
                 return
-    pip(python, requirement)
+    # "==" would be content with a CPU build of the same release.
+    pip(python, requirement.replace("==", "==="))
 
 
 def has_nvidia_gpu() -> bool:
@@ -120,12 +122,13 @@ def main() -> None:
     python = args.venv / "bin" / "python"
     if not python.exists():
         version, gpu_runtime = installed_torch(sys.executable)
-        shared = ["--system-site-packages"] if version and not gpu_runtime else []
+        shared = ["--system-site-packages"] if version and not (gpu_runtime or has_nvidia_gpu()) else []
         subprocess.run([sys.executable, "-m", "venv", *shared, str(args.venv)], check=True)
     pins = args.constraints.read_text().splitlines()
     pinned = next(pin for pin in pins if pin.startswith("torch=="))
     version, gpu_runtime = installed_torch(python)
-    if version is None or major_minor(version) < major_minor(pinned):
+    wrong_build = has_nvidia_gpu() and not gpu_runtime
+    if version is None or wrong_build or major_minor(version) < major_minor(pinned):
         install_torch(python, pinned)
         version, gpu_runtime = installed_torch(python)
     if version and not gpu_runtime:

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trl.trainer.utils import add_fused_lm_head
 
 from dc_trl.quantization.deployed_forward import DeployedForward
 
-from .helpers import make_experts, make_model
+from .helpers import make_experts, make_model, shard
 from .test_deployed_forward import logps, small_batch
 
 
@@ -49,11 +47,7 @@ def main() -> None:
     for experts in (False, True):
         model = make(experts)
         expected = values(model, model)
-        model = make(experts)
-        mesh = torch.distributed.init_device_mesh("cpu", (2,))
-        for number, layer in enumerate(model.model.layers):
-            model.model.layers[number] = fully_shard(checkpoint_wrapper(layer), mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        model = shard(make(experts))
         sharded = values(model, model)
         model = make(experts)
         replicated = values(torch.nn.parallel.DistributedDataParallel(model), model)

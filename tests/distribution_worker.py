@@ -19,7 +19,8 @@ from peft import LoraConfig
 
 from dc_trl import DCGRPOTrainer
 
-from .helpers import Rollouts, make_experts, make_model, make_prompts, make_trainer
+from .helpers import Rollouts, at_server, make_experts, make_model, make_prompts, make_trainer
+from .stub_server import stub_server
 
 
 ALIKE = 97  # first token of completions with one reward
@@ -69,6 +70,7 @@ def reward(completions, completion_ids, **kwargs):
 
 FIRST, LAST = slice(0, GROUP), slice(-GROUP, None)  # groups of a global batch, which two processes have one each
 MINI_BATCHES = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "learning_rate": 0.0, "num_iterations": 2}
+OF_AN_ADAPTER = {"peft_config": LoraConfig(r=4, init_lora_weights=False)}
 AT_THE_LAG = {
     "constraint_target": "lag",
     "constraint_form": "log_ratio",
@@ -89,15 +91,18 @@ RUNS: dict[str, tuple[dict, tuple]] = {
     "experts": ({}, ()),
     "through the deployed forward": ({"train_through_quantization": True}, ()),
     "the lag's part": (AT_THE_LAG, ()),
-    "the lag of an adapter": (AT_THE_LAG | {"peft_config": LoraConfig(r=4, init_lora_weights=False)}, ()),
+    "the lag of an adapter": (AT_THE_LAG | OF_AN_ADAPTER, ()),
+    "the lag of an adapter at a server": (AT_THE_LAG | OF_AN_ADAPTER | at_server(None), ()),
     "streams": ({}, ()),
     "in bfloat16": ({"bf16": True, "max_steps": 1}, ()),
     "rollouts": ({"deployment_scheme": None}, ()),  # the one that DeepSpeed's ZeRO-3 can make
 }
 
 
-def train(folder: Path, name: str) -> dict:
+def train(folder: Path, name: str, url: str) -> dict:
     fields, spoiled = RUNS[name]
+    if fields.get("use_vllm"):
+        fields = fields | {"vllm_server_base_url": url}
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     fields = {
         "max_steps": 3,
@@ -140,12 +145,18 @@ def train(folder: Path, name: str) -> dict:
     if name in ("steps", "experts", "streams"):
         logs["evaluation"] = trainer.evaluate()
         trainer.save_model(str(folder / name / "model"))
+    if trainer.args.deployment_scheme is not None:
         trainer.save_deployment(folder / name / "deployment")
     return logs
 
 
-# Runs that the replica samples for: a whole one, and one that goes on from its checkpoint.
-SAMPLED = {"whole": None, "resumed": "whole/checkpoint-2"}
+# Runs that the replica samples for: a whole one, and one that goes on from its checkpoint; saved as one, or in shards.
+SAMPLED = {
+    "whole": None,
+    "resumed": "whole/checkpoint-2",
+    "in shards": None,
+    "resumed from shards": "in shards/checkpoint-2",
+}
 
 
 def sample(folder: Path, name: str) -> dict:
@@ -153,6 +164,9 @@ def sample(folder: Path, name: str) -> dict:
     fields |= AT_THE_LAG  # saved between two synchronizations
     fields |= {"per_device_train_batch_size": GLOBAL // int(os.environ["WORLD_SIZE"])}
     trainer = make_trainer(folder / name, make_model(64), **fields)
+    plugin = trainer.accelerator.state.fsdp_plugin  # which all runs of a process have in common
+    plugin.state_dict_config = plugin.optim_state_dict_config = None
+    plugin.set_state_dict_type("SHARDED_STATE_DICT" if name.endswith("shards") else "FULL_STATE_DICT")
     trainer.train(resume_from_checkpoint=str(folder / SAMPLED[name]) if SAMPLED[name] else None)
     names = ("step", "loss", "grad_norm", "discrepancy/mean", "discrepancy/lag_mean", "lagrangian/lambda")
     rows = [{name: row[name] for name in names} for row in trainer.state.log_history if "loss" in row]
@@ -162,7 +176,11 @@ def sample(folder: Path, name: str) -> dict:
 def main() -> None:
     folder, *names = sys.argv[1:]
     Path(folder).mkdir(exist_ok=True)
-    logs = {name: (sample if name in SAMPLED else train)(Path(folder), name) for name in names}
+    with stub_server() as server:  # the main process's gets weights; none is asked for completions
+        logs = {
+            name: sample(Path(folder), name) if name in SAMPLED else train(Path(folder), name, server.url)
+            for name in names
+        }
     if int(os.environ.get("RANK", "0")) == 0:
         Path(folder, "logs.json").write_text(json.dumps(logs))
     time.sleep(1)  # see scripts/train.py: gloo's thread lets go of the last gather

@@ -8,20 +8,18 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch.distributed.fsdp import fully_shard
 from trl.generation import vllm_client
 
+from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.sampling.vllm_backends import ServerGeneration
-from dc_trl.serving.client import ServerClient
 from dc_trl.serving.errors import ServerError
 
-from .helpers import at_server, make_model, make_tokenizer, make_trainer
+from .distribution_worker import Known
+from .helpers import at_server, make_model, make_trainer
 
 
 URL, FOLDER = sys.argv[1:] if __name__ == "__main__" else ("", "")
@@ -55,52 +53,26 @@ class Stream:
             self.taken[name] = tensor.clone()
 
 
-def sharded_generation(accelerator) -> ServerGeneration:
-    model = make_model(64)
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    names = ("deployment_scheme", "weight_sync_dir", "vllm_server_base_urls", "vllm_request_timeout")
-    options = dict.fromkeys((*names, "vllm_max_model_length")) | {
-        "vllm_server_base_url": URL,
-        "vllm_group_port": 51216,
-        "max_completion_length": 16,
-        "named_tokens": 0,
-        "routing_replay": False,
-        "lora_deployment": "merged",
-        "vllm_server_timeout": 5.0,
-        "vllm_time_limit": 60.0,
-        "vllm_max_retries": 0,
-    }
-    generation = ServerGeneration(
-        SimpleNamespace(**options),
-        "nccl",
-        model=model,
-        accelerator=accelerator,
-        processing_class=make_tokenizer(),
-        mode="server",
-        server_base_url=URL,
-        server_timeout=5.0,
-    )
-    # Accelerate has no FSDP on a CPU; the gathering of each tensor by all processes is real.
-    generation._dist = SimpleNamespace(is_fsdp=True, fsdp_version=2, is_zero3=False)
-    return generation
+def sharded_generation() -> ServerGeneration:
+    """The engine of a run that FSDP2 has sharded, and that has moved nothing; it sends weights as on GPUs."""
+    fields = at_server(URL) | {"per_device_train_batch_size": 4, "learning_rate": 0.0, "max_steps": 1}
+    trainer = make_trainer(FOLDER, make_model(64), kind=Known, vllm_max_retries=0, **fields)
+    trainer.train()
+    trainer.vllm_generation.weight_sync = "nccl"
+    return trainer.vllm_generation
 
 
 def broken_writes(generation) -> list[str]:
     """What each of three checkpoints ended with, of which the process that writes fails in the first two."""
-    generation.deployment_scheme = "fp8"
-    generation._prepare_checkpoints(writes=generation.accelerator.is_main_process)
-    write, ends = generation._writer.write, []
+    write, ends = CheckpointWriter.write, []
 
-    def broken(tensors, folder) -> int:
+    def broken(writer, tensors, folder) -> int:
         for _ in range(3):
             next(tensors)
         raise fault
 
     for fault in (torch.OutOfMemoryError("CUDA out of memory"), OSError(28, "No space left on device"), None):
-        generation._writer.write = write if fault is None else broken
+        CheckpointWriter.write = write if fault is None else broken
         generation._begin_version()
         try:
             generation._write()
@@ -139,12 +111,10 @@ def broken_streams(generation) -> list[list[str]]:
 
 def main() -> None:
     hung = hung_rollout()
-    accelerator = Accelerator(cpu=True)
-    ServerClient.init_communicator = lambda self, device: None
-    generation = sharded_generation(accelerator)
+    generation = sharded_generation()
     ends = broken_streams(generation)
     seen = gather_object([{"hung": hung, "ends": ends, "writes": broken_writes(generation)}])
-    if accelerator.is_main_process:
+    if generation.accelerator.is_main_process:
         Path(FOLDER, "seen.json").write_text(json.dumps(seen))
     time.sleep(1)  # see scripts/train.py: gloo's thread lets go of the last gather
     torch.distributed.destroy_process_group()

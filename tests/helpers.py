@@ -20,7 +20,10 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -52,7 +55,9 @@ TWO_PROCESSES = [
     "--config_file",
     "configs/accelerate/two_cpu_processes.yaml",
 ]
-# The same without accelerate's configuration.
+# The same, with parameters that FSDP2 divides.
+TWO_SHARDED = [*TWO_PROCESSES[:-1], "configs/accelerate/two_cpu_processes_fsdp2.yaml"]
+# Two processes without accelerate's configuration.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
 
 
@@ -202,6 +207,17 @@ def random_model(config: type, **fields: Any) -> PreTrainedModel:
 
 # Fields of a mixture in a layout that no engine reads quantized, or that no checkpoint names one by one.
 TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+def shard(model: Any, **options: Any) -> Any:
+    """Shards a policy over two processes as accelerate's FSDP2 does, with layers that recompute their activations."""
+    options["mesh"] = torch.distributed.init_device_mesh("cpu", (2,))
+    layers = (model.get_base_model() if isinstance(model, PeftModel) else model).model.layers
+    for number, layer in enumerate(layers):
+        layers[number] = fully_shard(checkpoint_wrapper(layer), **options)
+    fully_shard(model, **options)
+    assert all(parameter.to_local().numel() < parameter.numel() for parameter in model.parameters())
+    return model
 
 
 def make_prompts(count: int = 16) -> Dataset:

@@ -9,23 +9,11 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
 
 from dc_trl.parts.routing_replay import OWN_CHOICE, RoutingReplay
 
-from .helpers import at_server, logged, make_experts, make_prompts, make_trainer
+from .helpers import at_server, logged, make_experts, make_prompts, make_trainer, shard
 from .stub_server import completions, stub_server
-
-
-def shard(model):
-    """As accelerate's FSDP2, which runs on no CPU; recomputes the layers' activations."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2,))
-    for number, layer in enumerate(model.model.layers):
-        model.model.layers[number] = fully_shard(checkpoint_wrapper(layer), mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    router = model.model.layers[0].mlp.gate.weight
-    assert router.to_local().numel() < router.numel()
 
 
 def foreign(model, folder: Path, sharded: bool) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from trl.generation.vllm_client import parse_logprobs
 
 from dc_trl.sampling.engine_names import Sampling
 from dc_trl.sampling.seeded import Request, ServerEngine
@@ -158,6 +159,21 @@ def test_an_answer_to_several_prompts_has_them_in_order():
     assert len(require_rollout(request, honest(request), "here", 262)) == 4
     with refuses(ServerAnswerError, "here", "prompt"):
         require_rollout(request, swap_contents(honest(request)), "here", 262)
+
+
+def test_an_answer_keeps_what_trl_reads_of_it_and_nothing_twice(servers):
+    """Of 32 × 8 completions with 8,192 tokens, what repeats the sampled ones took 0.6 GB."""
+    request = {"prompt": PROMPTS, "logprobs": 0, "return_tokens_as_token_ids": True}
+    answer = honest(request)
+    before = parse_logprobs([choice["logprobs"] for choice in deepcopy(answer)["choices"]])
+    left = [choice["logprobs"] for choice in require_rollout(request, answer, "here", 262)]
+    assert parse_logprobs(left) == before
+    assert {entry for logprobs in left for entry in logprobs["top_logprobs"]} == {None}
+    server, _ = servers
+    server.completes = honest
+    client = ServerClient(server.url, patience=ONCE)
+    sampled, named = (client.generate(PROMPTS, max_tokens=8, logprobs=most) for most in (0, 2))
+    assert sampled == named | {"logprob_token_ids": None}
 
 
 def test_what_another_try_may_cure_is_tried_again(servers, monkeypatch):

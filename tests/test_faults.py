@@ -10,7 +10,7 @@ from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.serving.errors import ServerError
 
 from . import helpers
-from .helpers import TWO_PROCESSES, at_server, make_model, read_json, refuses, succeed
+from .helpers import TWO_SHARDED, at_server, make_model, read_json, refuses, succeed
 from .stub_server import completions, sampled, stub_server
 from .vllm_server import requires_vllm
 
@@ -23,7 +23,7 @@ def seen(tmp_path_factory):
     """What each of two processes saw; one that waits for the other for good ends this with an error."""
     folder = tmp_path_factory.mktemp("faults")
     with stub_server() as server:
-        succeed([*TWO_PROCESSES, "-m", "tests.fault_worker", server.url, str(folder)], timeout=1200)
+        succeed([*TWO_SHARDED, "-m", "tests.fault_worker", server.url, str(folder)], timeout=1200)
     first, second = read_json(folder / "seen.json")
     assert first == second
     return first | {"folder": folder}

@@ -14,6 +14,7 @@ from functools import cache
 import pytest
 
 import dc_trl
+from dc_trl.async_grpo import AsyncDCGRPOTrainer
 
 from .helpers import ROOT
 from .vllm_server import requires_vllm
@@ -253,6 +254,16 @@ def test_every_private_name_that_the_code_borrows_or_overrides_is_watched():
     found = overridden() | borrowed()
     assert {"_compute_loss", "_custom_ops"} <= found
     assert found - {hook.rpartition(".")[2] for hook in HOOKS} == set()
+
+
+@pytest.mark.parametrize("trainer", [dc_trl.DCGRPOTrainer, AsyncDCGRPOTrainer])
+def test_what_a_trainer_overrides_takes_what_its_base_does(trainer):
+    for name, method in vars(trainer).items():
+        base = getattr(super(trainer, trainer), name, None)
+        if inspect.isfunction(method) and inspect.isfunction(base) and name != "__init__":
+            ours, theirs = (inspect.signature(function).parameters for function in (method, base))
+            takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in ours.values())
+            assert takes_any or theirs.keys() <= ours.keys(), name
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_accelerate_reads_the_sharding(name, layer, monkeypatch):
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward is True
-    assert plugin.state_dict_type.name == "FULL_STATE_DICT"
+    assert plugin.state_dict_type.name == ("FULL_STATE_DICT" if layer is None else "SHARDED_STATE_DICT")
     assert plugin.cpu_ram_efficient_loading
     assert plugin.activation_checkpointing
     assert environment["FSDP_OFFLOAD_PARAMS"] == "false"

@@ -45,6 +45,18 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return same and torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
 
 
+def published_weights(model) -> dict[str, torch.Tensor]:
+    """The weights of a model by the names of its checkpoints, with those of experts named by hand."""
+    weights = dict(model.state_dict())
+    for name in [name for name in weights if "experts.gate_up_proj" in name]:
+        layer = name.removesuffix("gate_up_proj")
+        for number, (both, down) in enumerate(zip(weights.pop(name), weights.pop(f"{layer}down_proj"), strict=True)):
+            gate, up = both.chunk(2)
+            parts = {"gate": gate, "up": up, "down": down}
+            weights |= {f"{layer}{number}.{key}_proj.weight": value for key, value in parts.items()}
+    return weights
+
+
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bf16"])
 def test_a_weight_with_special_numbers_is_what_compressed_tensors_makes_of_it(scheme):
     """Rows of zeros, zeros of both signs, subnormal numbers, the largest ones; blocks that stand out of the weight."""
@@ -67,14 +79,7 @@ def test_a_checkpoint_is_what_the_libraries_write_from_the_whole(tmp_path, schem
     CheckpointWriter(model, scheme, make_tokenizer()).write(policy_tensors(model), tmp_path / "ours")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "published")
     names = load_file(tmp_path / "published" / "model.safetensors").keys()
-    weights = dict(make().state_dict())
-    for name in [name for name in weights if "experts.gate_up_proj" in name]:  # by hand, as the names are published
-        layer = name.removesuffix("gate_up_proj")
-        for number, (both, down) in enumerate(zip(weights.pop(name), weights.pop(f"{layer}down_proj"), strict=True)):
-            gate, up = both.chunk(2)
-            parts = {"gate": gate, "up": up, "down": down}
-            weights |= {f"{layer}{number}.{key}_proj.weight": value for key, value in parts.items()}
-    resolved = resolve_scheme(scheme, make())
+    weights, resolved = published_weights(make()), resolve_scheme(scheme, make())
     expected = {}
     for name in names:
         if scheme != "bf16" and name.endswith("proj.weight"):

@@ -35,7 +35,7 @@ from .gaps import PROMPTS, SampledBy, mean_gap
 from .helpers import (
     ROOT,
     TINY_MODEL,
-    TWO_PROCESSES,
+    TWO_SHARDED,
     Watch,
     assert_finite,
     at_server,
@@ -338,9 +338,9 @@ def test_two_processes_train_on_one_server(fp8_server, tmp_path):
         "per_device_train_batch_size": 2,
         "use_cpu": True,
     }
-    succeed([*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)])
+    succeed([*TWO_SHARDED, "-m", "tests.worker", json.dumps(options)])
     logs = read_json(tmp_path / "two" / "logs.json")
-    assert logs["kind"] == "DistributedType.MULTI_CPU"
+    assert logs["kind"] == "DistributedType.FSDP"
     assert len(set(logs["lambda"])) == 1
     assert all(0 < row["discrepancy/mean"] < 0.05 for row in logs["rows"] if "discrepancy/mean" in row)
     assert not sync_folder(tmp_path / "two").exists()

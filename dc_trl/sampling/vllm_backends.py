@@ -183,33 +183,33 @@ class _DeployedGeneration(Generation):
             whole = True
 
         tensors = gathering()
-        failure = None
         try:
-            try:
-                if self._writes:
-                    self._remove_checkpoints()  # their room may be needed
-                    start = time.perf_counter()
-                    if self._beside:
-                        size = write_adapter(unwrapped(self.accelerator, self.model), self.checkpoint)
-                    else:
-                        size = self._writer.write(tensors, self.checkpoint)
-                    self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
-            except OSError as error:
-                failure = (
-                    f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
-                    f"{self._folder(self._run).parent} ({error.strerror or error}). Make room, or set weight_sync_dir "
-                    "to another directory that both the trainer and the server see."
-                )
-            finally:
-                for _ in tensors:
-                    pass  # take part in gathering the rest, although it is not written
+            if self._writes:
+                self._remove_checkpoints()  # their room may be needed
+                start = time.perf_counter()
+                if self._beside:
+                    size = write_adapter(unwrapped(self.accelerator, self.model), self.checkpoint)
+                else:
+                    size = self._writer.write(tensors, self.checkpoint)
+                self.last_sync = {"bytes_written": size, "write_seconds": time.perf_counter() - start}
         finally:
-            if isinstance(raised := sys.exception(), Exception):  # not enough memory, for example
-                failure = f"the weights for vLLM cannot be written: {type(raised).__name__}: {raised}"
-            # Where gathering itself failed, the others do not come here, and the launcher ends them.
-            for message in gather_object([failure]) if whole else ():
-                if message is not None:
-                    raise ServerError(message)
+            error = sys.exception()
+            for _ in tensors:
+                pass  # take part in gathering the rest, although it is not written
+            if whole:  # where gathering itself failed, the others do not come here, and the launcher ends them
+                with raised_together(ServerError):
+                    if isinstance(error, Exception):
+                        raise ServerError(self._refusal(error)) from error
+
+    def _refusal(self, error: Exception) -> str:
+        """Return what kept this process from writing the weights."""
+        if not isinstance(error, OSError):  # not enough memory, for example
+            return f"the weights for vLLM cannot be written: {type(error).__name__}: {error}"
+        return (
+            f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
+            f"{self._folder(self._run).parent} ({error.strerror or error}). Make room, or set weight_sync_dir "
+            "to another directory that both the trainer and the server see."
+        )
 
 
 class ServerGeneration(_DeployedGeneration):
@@ -268,19 +268,17 @@ class ServerGeneration(_DeployedGeneration):
     def sync_weights(self) -> None:
         """Send the policy's present weights to the server, and ensure that it serves them."""
         self._begin_version()
+        if self.weight_sync == "checkpoint":
+            self._write()
+            self._timed_load()
+            return
         with raised_together(ServerError):
-            if self.weight_sync == "checkpoint":
-                self._write()
-                self._timed_load()
-                return
-            with raised_together(ServerError):
-                # If the server cannot mark its weights as being loaded, no process begins to gather them.
-                if self.accelerator.is_main_process:
-                    client, version = self.vllm_client, self.weight_version
-                    client.weights = Weights(version, None)
-                    client.connection.persist(
-                        lambda first: (client.fits(client), client.name_weights(LOADING + version))
-                    )
+            # If the server cannot mark its weights as being loaded, no process begins to gather them.
+            if self.accelerator.is_main_process:
+                client, version = self.vllm_client, self.weight_version
+                client.weights = Weights(version, None)
+                client.connection.persist(lambda first: (client.fits(client), client.name_weights(LOADING + version)))
+        with raised_together(ServerError):
             if self.accelerator.is_main_process:
                 self._stream_weights()
             else:
@@ -356,18 +354,20 @@ class ColocateGeneration(_DeployedGeneration):
         model: Any = self.model
         self.model: Any = SimpleNamespace(name_or_path=str(self.checkpoint), named_modules=lambda: iter(()))
         self._reload: str | Callable[..., None] = "reload_weights"
+        needs = {}
         if self.accelerator.device.type == "cpu":
             from ..serving.cpu_reload import CPUReloadExtension  # it imports vLLM, which is known to be installed here
 
             self._reload = CPUReloadExtension.reload_checkpoint
-        os.environ.update(BLOCK_SCALES | os.environ)
-        needs = {}
-        if self.accelerator.device.type != "cpu":
+        else:
             needs = reloadable(self.deployment_scheme or "bf16", unwrapped(self.accelerator, model).config)
+        os.environ.update(BLOCK_SCALES | os.environ)
+        engine = vllm_generation.LLM
+        vllm_generation.LLM = partial(engine, **needs)  # for which TRL has no setting
         try:
-            with _engine_arguments(needs):
-                super()._init_vllm()
+            super()._init_vllm()
         finally:
+            vllm_generation.LLM = engine
             self.model = model
 
     def _write_checkpoint(self) -> None:
@@ -389,20 +389,6 @@ class ColocateGeneration(_DeployedGeneration):
         if self.enable_sleep_mode:
             self.llm.collective_rpc(restore_cache_scales)
         self.llm.reset_prefix_cache()
-
-
-@contextmanager
-def _engine_arguments(arguments: dict[str, Any]) -> Iterator[None]:
-    """Have TRL build its engine with further arguments, for which it has no setting."""
-    if not arguments:
-        yield
-        return
-    engine = vllm_generation.LLM
-    vllm_generation.LLM = partial(engine, **arguments)
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = engine
 
 
 def restore_cache_scales(worker: Any) -> None:
@@ -503,9 +489,6 @@ def raised_together(*errors: type[Exception]) -> Iterator[None]:
         yield
     except errors as error:
         failure = error
-    messages = gather_object([None if failure is None else str(failure)])
-    if failure is not None:
-        raise failure
-    for message in messages:
-        if message is not None:
-            raise ServerError(message)
+    messages = gather_object([] if failure is None else [str(failure)])
+    if messages:
+        raise failure or ServerError(messages[0])

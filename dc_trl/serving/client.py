@@ -149,6 +149,8 @@ class RolloutClient(VLLMClient):
         def sample(first: bool) -> dict[str, Any]:
             self.hold(self.weights, reload=not first)
             output = ask(*args, **kwargs)
+            if kwargs.get("logprobs") == 0:
+                output["logprob_token_ids"] = None  # the sampled tokens again, for which each process would wait
             in_coroutine(self.require_kept(self.weights))
             return output
 

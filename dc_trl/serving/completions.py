@@ -97,7 +97,10 @@ def require_rollout(
                 raise ValueError(f"choice {number} has {len(ids)} tokens where {request['max_tokens']} were allowed")
             if request.get("logprobs") is not None:
                 named = request.get("return_tokens_as_token_ids", False)
-                _require_logps(choice["logprobs"], ids, named, only=named and request["logprobs"] == 0)
+                only = named and request["logprobs"] == 0
+                _require_logps(choice["logprobs"], ids, named, only)
+                if only:  # the same numbers again, in a dictionary for each token
+                    choice["logprobs"]["top_logprobs"] = [None] * len(ids)
             if choice["finish_reason"] == "stop":
                 choice["token_ids"] = ended(ids)
             if choice.get("routed_experts") is not None:

@@ -43,6 +43,7 @@ class StandInServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # a batch of requests comes at once
 
     def __init__(self, seconds: float = 0.0, shortest: int | None = None):
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from dc_trl.data.arithmetic import arithmetic_problems
-from tests.helpers import ROOT, TINY_MODEL, load_script, read_json, read_rows, write_rows
+from tests.helpers import ROOT, TINY_MODEL, load_script, read_json, read_rows, succeed, write_rows
 
 
 @pytest.fixture
@@ -162,3 +162,21 @@ def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if re.search(r"\d\.\d+ – \d", line)]
     assert len(rows) == {"overhead": 4 + len(script.METHODS), "replica": 1 + len(script.SCHEMES), "grading": 1}[what]
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_the_installation_replaces_a_pytorch_that_cannot_use_the_gpu(tmp_path, has_gpu):
+    """By an interpreter that says what it has and writes down what it is told, on a machine with the driver's tool."""
+    path, log = tmp_path / "bin", tmp_path / "log"
+    python = tmp_path / "venv" / "bin" / "python"
+    for file, lines in {
+        python: f"""[ "$1" = -c ] || echo "$@" >> {log}; [ "$1" != -c ] || echo '["2.99.0+cpu", null]'""",
+        path / "nvidia-smi": "",
+    }.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{lines}\n")
+        file.chmod(0o755 if has_gpu or file == python else 0o644)
+    succeed([sys.executable, "scripts/install.py", "--venv", python.parent.parent], env={"PATH": str(path)})
+    asked = [line.split()[-1] for line in log.read_text().splitlines()]
+    assert [word.partition("===")[0] for word in asked if word.startswith("torch")] == ["torch"] * has_gpu
+    assert asked[-1].endswith("[dev]")
