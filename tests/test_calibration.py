@@ -14,14 +14,16 @@ from trl import GRPOTrainer
 from dc_trl.calibration import calibrate, comparison
 from dc_trl.calibration.comparison import batch_tolerance, measure_engine
 from dc_trl.calibration.result import CalibrationSettings
-from dc_trl.calibration.rollouts import EngineSample, Rollout, sample_rollouts
+from dc_trl.calibration.rollouts import EngineSample, Rollout, _from_server, sample_rollouts
 from dc_trl.calibration.scoring import train_logps
 from dc_trl.command import call
 from dc_trl.command.problems import DataArguments, draw_prompts
 from dc_trl.sampling.engine_names import EngineSpec
 from dc_trl.sampling.replica import Replica
+from dc_trl.serving.client import ServerClient
 
 from .helpers import TINY_MODEL, as_words, make_model, make_trainer, plain_logps, refuses
+from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 
 
@@ -141,6 +143,17 @@ def test_interval_of_the_tolerance_is_the_rule_applied_to_resampled_prompts(monk
 
 
 # --- engines and scoring ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_server_samples_after_an_end_token_is_left_out():
+    with stub_server() as stub:
+        stub.completes = lambda body: completions(body["prompt"] * 2, [[20, 1, 21], [20, 21, 22]], None)
+        settings = CalibrationSettings(samples=2, max_tokens=3)
+        found = _from_server(ServerClient(stub.url), [1], [[5], [6]], 3, settings)
+    assert [(each.ids, len(each.logps), each.truncated) for each in found] == [
+        ([20, 1], 2, False),
+        ([20, 21, 22], 3, True),
+    ] * 2
 
 
 def test_replica_returns_what_an_independent_forward_finds(tokenizer):

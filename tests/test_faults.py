@@ -129,10 +129,11 @@ def test_a_server_that_is_restarted_while_it_gets_weights_gets_them_again(tmp_pa
             ["http://127.0.0.1:9", "correct vllm_server_base_url"],
         ),
         ({"vllm_server_base_url": "127.0.0.1:8000"}, ["'127.0.0.1:8000' is not an address", "use http://HOST:PORT"]),
+        ({"vllm_server_base_url": "http://127.0.0.1:8000/v1/"}, ["is not an address", "without /v1"]),
         ({"deployment_scheme": "fp8"}, ["deployment_scheme='fp8'", "not quantized", "set the scheme that it has"]),
         ({"vllm_max_model_length": 9999}, ["takes 4096 tokens", "9999"]),
     ],
-    ids=["nobody", "address", "format", "length"],
+    ids=["nobody", "address", "openai", "format", "length"],
 )
 def test_a_server_that_does_not_fit_is_refused(tmp_path, options, words):
     with stub_server() as server, refuses(ServerError, *words):

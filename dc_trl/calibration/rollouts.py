@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.tensors import policy_tensors
+from ..sampling.empty_completions import without_rest
 from ..sampling.engine_names import EngineSpec
 from ..sampling.replica import Replica, end_tokens
 from ..serving.client import ServerClient, Weights, require_loaded
@@ -142,7 +143,8 @@ def _from_server(
         # The penalties, which TRL's client leaves out, would come from the model's generation_config.
         generation_kwargs={"presence_penalty": 0.0, "frequency_penalty": 0.0},
     )
-    answers = enumerate(zip(output["completion_ids"], output["logprobs"], strict=True))
+    completions, logprobs = without_rest(output["completion_ids"], output["logprobs"], ends)
+    answers = enumerate(zip(completions, logprobs, strict=True))
     return [
         Rollout(i // settings.samples, ids, [p for (p,) in logps], len(ids) >= room and ids[-1] not in ends)
         for i, (ids, logps) in answers

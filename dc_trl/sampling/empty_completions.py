@@ -3,12 +3,12 @@
 import math
 from functools import wraps
 
-from accelerate.logging import get_logger
+from transformers.utils import logging
 
 from ..serving.completions import EndToken, require_log_probs, require_tokens
 
 
-logger = get_logger(__name__)
+logger = logging.get_logger(__name__)
 
 
 class UnsampledToken(int):

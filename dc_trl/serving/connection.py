@@ -90,8 +90,8 @@ class Connection:
             fits = re.match(r"https?://[^/\s,]", url) and urlparse(url).port != 0
         except ValueError:  # no number, or too large a one
             fits = False
-        if not fits:
-            raise ServerError(f"{url!r} is not an address of a vLLM server: use http://HOST:PORT.")
+        if not fits or self.url.endswith("/v1"):  # as OpenAI's clients want it
+            raise ServerError(f"{url!r} is not an address of a vLLM server: use http://HOST:PORT, without /v1.")
         self.patience = patience
         self.report = report
         self._deadline: Deadline | None = None

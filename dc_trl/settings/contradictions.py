@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple, TypeAlias
 
 from .fields import require_fields
+from .paths import is_data_file
 from .recipes import RECIPES, default_of
 
 
@@ -44,6 +45,10 @@ def _has_no_server(settings: Any) -> bool:
     return not settings.use_vllm or settings.vllm_mode == "colocate"
 
 
+def _is_file(settings: Any) -> bool:
+    return settings.dataset_name is not None and is_data_file(settings.dataset_name)
+
+
 def steps_within_batch(settings: Any) -> bool:
     """Return whether the weights change within a generation batch, so that TRL scores it as it is sampled."""
     return settings.gradient_accumulation_steps % (settings.steps_per_generation * settings.num_iterations) != 0
@@ -71,6 +76,7 @@ NO_EFFECT = (
     Rule("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
     Rule("length_decay_period", {"length_decay": [False]}, "set length_decay=True"),
     Rule("eval_greedy", {"eval_size": [0]}, "set eval_size"),
+    Rule("dataset_split", {"dataset_name": _is_file}, "give a Hub id"),
 )
 
 

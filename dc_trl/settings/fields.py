@@ -27,10 +27,10 @@ from .ranges import ABOVE_0, AT_LEAST_0, COUNT, PORT, SEED, SHARE, UNIT, WHOLE, 
 TRL_ALLOWED: dict[str, Range | tuple[Any, ...]] = {
     **dict.fromkeys(("max_completion_length", "per_device_train_batch_size", "gradient_accumulation_steps"), COUNT),
     **dict.fromkeys(("num_iterations", "vllm_max_model_length", "save_total_limit", "lora_r"), COUNT),
-    "steps_per_generation": COUNT,
+    **dict.fromkeys(("steps_per_generation", "vllm_tensor_parallel_size"), COUNT),
     **dict.fromkeys(("vllm_server_port", "vllm_group_port"), PORT),
     **dict.fromkeys(("learning_rate", "weight_decay", "beta", "neftune_noise_alpha", "max_grad_norm"), AT_LEAST_0),
-    **dict.fromkeys(("epsilon_high", "delta", "adam_epsilon", "num_train_epochs"), AT_LEAST_0),
+    **dict.fromkeys(("epsilon_high", "delta", "adam_epsilon", "num_train_epochs", "vllm_server_timeout"), AT_LEAST_0),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "min_p", "top_entropy_quantile", "lora_dropout"), UNIT),
     **dict.fromkeys(("temperature", "repetition_penalty"), ABOVE_0),
     "top_k": Range(least=-1, whole=True),
@@ -118,7 +118,7 @@ def require_fields(settings: Any, of: type | None = None) -> None:
             require_folder(name, value)
         if value is None and name in left_open:
             continue
-        if name.endswith("_kwargs"):
+        if name.endswith("_kwargs") or (name.endswith("_config") and str(value).startswith("{")):
             _require_object(name, value)
         elif name not in allowed:
             if value is not None or name in own:  # TrlParser leaves some of TRL's empty
