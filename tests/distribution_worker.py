@@ -142,11 +142,11 @@ def train(folder: Path, name: str, url: str) -> dict:
         "lambda": gather_object([trainer.lagrange_multiplier.value]),
         "rows": [row for row in trainer.state.log_history if "loss" in row],
     }
-    if name in ("steps", "experts", "streams"):
+    if name != "rollouts":
+        # After a forward pass alone, FSDP2 keeps some weights gathered, rounded to what it computes in.
         logs["evaluation"] = trainer.evaluate()
-        trainer.save_model(str(folder / name / "model"))
-    if trainer.args.deployment_scheme is not None:
         trainer.save_deployment(folder / name / "deployment")
+        trainer.save_model(str(folder / name / "model"))
     return logs
 
 

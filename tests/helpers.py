@@ -209,13 +209,13 @@ def random_model(config: type, **fields: Any) -> PreTrainedModel:
 TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
-def shard(model: Any, **options: Any) -> Any:
+def shard(model: Any) -> Any:
     """Shards a policy over two processes as accelerate's FSDP2 does, with layers that recompute their activations."""
-    options["mesh"] = torch.distributed.init_device_mesh("cpu", (2,))
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
     layers = (model.get_base_model() if isinstance(model, PeftModel) else model).model.layers
     for number, layer in enumerate(layers):
-        layers[number] = fully_shard(checkpoint_wrapper(layer), **options)
-    fully_shard(model, **options)
+        layers[number] = fully_shard(checkpoint_wrapper(layer), mesh=mesh)
+    fully_shard(model, mesh=mesh)
     assert all(parameter.to_local().numel() < parameter.numel() for parameter in model.parameters())
     return model
 

@@ -158,12 +158,8 @@ def test_a_shared_expert_is_quantized_and_its_gate_is_not(tmp_path):
 
 
 @pytest.mark.long
-def test_weights_that_fsdp_has_sharded_are_gathered(tmp_path):
+def test_a_sharded_policy_is_scored_among_kept_tokens_and_an_adapted_one_not_deployed_without_vllm(tmp_path):
     succeed([*TORCHRUN, "-m", "tests.sharded_worker", str(tmp_path)])
-    write(make_model(64), "fp8", tmp_path / "whole")
-    for folder in ("sharded", "after a forward pass"):
-        for file in (tmp_path / "whole").iterdir():
-            assert (tmp_path / folder / file.name).read_bytes() == file.read_bytes(), (folder, file.name)
     refusal = (tmp_path / "refusal").read_text()
     assert all(words in refusal for words in ("use_vllm=False", "FSDP2", "use_vllm=True"))
     # Truncated sampling: a softmax of the model in one piece over the whole vocabulary, with the other tokens at -inf.

@@ -38,7 +38,7 @@ def deployed_tensors(
     Args:
         accelerator: accelerator of the run.
         model: the policy, as the accelerator prepared it.
-        gathered_by_trl: `Generation.gathered` of the vLLM engine, None without vLLM. It gathers what
+        gathered_by_trl: `_iter_named_params` of the vLLM engine, None without vLLM. It gathers what
             `policy_tensors` cannot: FSDP1, DeepSpeed's ZeRO stage 3, and adapters under FSDP2.
 
     Raises:

@@ -36,7 +36,7 @@ class Deployment:
         trainer = self._trainer
         beside = self._policy if trainer.args.lora_deployment == "adapter" else None
         if beside is None:
-            gathered_by_trl = trainer.vllm_generation.gathered if trainer.use_vllm else None
+            gathered_by_trl = trainer.vllm_generation._iter_named_params if trainer.use_vllm else None
             tensors = deployed_tensors(trainer.accelerator, trainer.model, gathered_by_trl)
         else:
             tensors = policy_tensors(beside, adapters=False)

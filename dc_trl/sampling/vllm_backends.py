@@ -20,6 +20,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
@@ -70,9 +71,13 @@ class Generation(VLLMGeneration):
         if self.mode == "colocate":
             self._end_engine()
 
-    def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights one by one, gathered and merged by TRL. Every process must iterate to the end."""
-        return self._iter_named_params()
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        # TRL gathers and merges the weights one by one; every process must iterate to the end. After a forward pass
+        # alone, FSDP2 keeps some of them gathered, which TRL would take for shards.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return super()._iter_named_params()
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """Generate as TRL does; with `logprobs`, each log-probability is one of `named_by_vllm`."""
@@ -179,7 +184,7 @@ class _DeployedGeneration(Generation):
         def gathering() -> Iterator[tuple[str, Tensor]]:
             nonlocal whole
             if not self._beside:
-                yield from deployed_tensors(self.accelerator, self.model, self.gathered)
+                yield from deployed_tensors(self.accelerator, self.model, self._iter_named_params)
             whole = True
 
         tensors = gathering()
@@ -198,18 +203,16 @@ class _DeployedGeneration(Generation):
                 pass  # take part in gathering the rest, although it is not written
             if whole:  # where gathering itself failed, the others do not come here, and the launcher ends them
                 with raised_together(ServerError):
-                    if isinstance(error, Exception):
-                        raise ServerError(self._refusal(error)) from error
-
-    def _refusal(self, error: Exception) -> str:
-        """Return what kept this process from writing the weights."""
-        if not isinstance(error, OSError):  # not enough memory, for example
-            return f"the weights for vLLM cannot be written: {type(error).__name__}: {error}"
-        return (
-            f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
-            f"{self._folder(self._run).parent} ({error.strerror or error}). Make room, or set weight_sync_dir "
-            "to another directory that both the trainer and the server see."
-        )
+                    if isinstance(error, OSError):
+                        raise ServerError(
+                            f"weight_sync_dir={self.weight_sync_dir!r}: the weights for vLLM cannot be written to "
+                            f"{self._folder(self._run).parent} ({error.strerror or error}). Make room, or set "
+                            "weight_sync_dir to another directory that both the trainer and the server see."
+                        ) from error
+                    if isinstance(error, Exception):  # not enough memory, for example
+                        raise ServerError(
+                            f"the weights for vLLM cannot be written: {type(error).__name__}: {error}"
+                        ) from error
 
 
 class ServerGeneration(_DeployedGeneration):
@@ -234,7 +237,7 @@ class ServerGeneration(_DeployedGeneration):
     """
 
     def __init__(self, args: Any, weight_sync: str, **kwargs: Any):
-        self.weight_sync, self.routing_replay, self._args = weight_sync, args.routing_replay, args
+        self.weight_sync, self._args = weight_sync, args
         super().__init__(args, **kwargs)
 
     def _init_vllm(self) -> None:
@@ -298,7 +301,7 @@ class ServerGeneration(_DeployedGeneration):
             except ServerError:  # on the main process, while the others wait for its broadcast
                 broadcast_object_list([([], [], [], [])], from_process=0)
                 raise
-        if self.routing_replay:
+        if self._args.routing_replay:
             # TRL distributes its own results to the other processes, but not the routed experts.
             all_experts = agree(self.vllm_client.routed_experts if self.accelerator.is_main_process else None)
             first = self.accelerator.process_index * len(prompts)
@@ -442,8 +445,14 @@ def connect(
             lora_rank=lora_rank,
         )
 
-    options = {"start_timeout": args.vllm_server_timeout, "patience": waits, "report": logger.warning}
-    servers = meet_servers(urls, fits=fits, group_port=args.vllm_group_port, **options)
+    servers = meet_servers(
+        urls,
+        fits=fits,
+        group_port=args.vllm_group_port,
+        start_timeout=args.vllm_server_timeout,
+        patience=waits,
+        report=logger.warning,
+    )
     if router is not None:
         return RoutedServers(router, servers)
     if len(servers) > 1:
@@ -484,7 +493,7 @@ def _uncollected() -> Iterator[None]:
 @contextmanager
 def raised_together(*errors: type[Exception]) -> Iterator[None]:
     """Raise these errors of the block on any process on all processes, so that none waits for another."""
-    failure: Exception | None = None
+    failure = None
     try:
         yield
     except errors as error:
