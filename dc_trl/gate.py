@@ -144,7 +144,7 @@ def require_startable(
                 require_model_path(function, "reward_funcs")
             elif not isinstance(function, nn.Module):
                 named, extra = f"reward_funcs: {reward_name(function)!r}", ["environments"] * bool(environment_factory)
-                if args.remove_unused_columns:
+                if isinstance(args, GRPOConfig) and args.remove_unused_columns:  # an asynchronous worker keeps them
                     named, columns = f"remove_unused_columns=True, {named}", ["prompt"]
                 require_callable(named, function, columns, extra, more=rollout_func is not None)
     return prompts

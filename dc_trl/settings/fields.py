@@ -29,8 +29,9 @@ TRL_ALLOWED: dict[str, Range | tuple[Any, ...]] = {
     **dict.fromkeys(("num_iterations", "vllm_max_model_length", "save_total_limit", "lora_r"), COUNT),
     **dict.fromkeys(("steps_per_generation", "vllm_tensor_parallel_size"), COUNT),
     **dict.fromkeys(("vllm_server_port", "vllm_group_port"), PORT),
-    **dict.fromkeys(("learning_rate", "weight_decay", "beta", "neftune_noise_alpha", "max_grad_norm"), AT_LEAST_0),
-    **dict.fromkeys(("epsilon_high", "delta", "adam_epsilon", "num_train_epochs", "vllm_server_timeout"), AT_LEAST_0),
+    **dict.fromkeys(("learning_rate", "weight_decay", "beta", "neftune_noise_alpha", "adam_epsilon"), AT_LEAST_0),
+    **dict.fromkeys(("num_train_epochs", "vllm_server_timeout"), AT_LEAST_0),
+    **dict.fromkeys(("max_grad_norm", "epsilon_high", "delta"), Range(least=0, infinite=True)),  # ∞: no bound
     **dict.fromkeys(("adam_beta1", "adam_beta2", "min_p", "top_entropy_quantile", "lora_dropout"), UNIT),
     **dict.fromkeys(("temperature", "repetition_penalty"), ABOVE_0),
     "top_k": Range(least=-1, whole=True),
