@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 
 import httpx
 import psutil
@@ -146,7 +147,7 @@ def test_the_tour(tmp_path):
 
 
 @takes_minutes
-@requires_vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="its servers, beside those of the tests marked vllm, are vLLM's")
 def test_who_serves_a_quantized_model(tmp_path):
     rows = [f'{{"prompt": "{n}+{n}=?", "question": "{n}+{n}=?", "answer": "#### {2 * n}"}}\n' for n in range(10, 50)]
     (tmp_path / "problems.jsonl").write_text("".join(rows))
