@@ -252,6 +252,11 @@ def test_a_run_that_saves_shards_leaves_a_model(tmp_path):
     served = load_file(tmp_path / "run" / "deployment" / "model.safetensors")
     name = "model.embed_tokens.weight"
     torch.testing.assert_close(policy.state_dict()[name].to(torch.bfloat16), served[name], rtol=0, atol=0)
+    # The launcher's whole checkpoints are of another form.
+    options |= {"max_steps": 3, "resume_from_checkpoint": "true"}
+    whole = [*LAUNCHERS["FSDP"], "scripts/train.py", *(f"--{name}={value}" for name, value in options.items())]
+    with pytest.raises(AssertionError, match="launch with --fsdp_state_dict_type SHARDED_STATE_DICT"):
+        succeed(whole, timeout=600)
 
 
 # --- with a real vLLM server ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from datasets import IterableDataset
 from peft import PeftModel
 from torch import Tensor
@@ -41,6 +42,23 @@ def load_saved_weights(trainer: Trainer, policy: Any, checkpoint: str) -> bool:
         return False
     policy.load_state_dict(type(policy).from_pretrained(checkpoint, dtype="auto").state_dict())
     return True
+
+
+def require_loadable(trainer: Trainer, checkpoint: str) -> None:
+    """Refuse a checkpoint of FSDP that is in shards where the launch loads whole ones, or whole where it loads shards.
+
+    Raises:
+        ValueError: it is; accelerate would only miss a file, when weights and optimizer are loaded.
+    """
+    if not trainer.is_fsdp_enabled:
+        return
+    saved = "SHARDED_STATE_DICT" if Path(checkpoint, f"{FSDP_MODEL_NAME}_0").is_dir() else "FULL_STATE_DICT"
+    launched = trainer.accelerator.state.fsdp_plugin.state_dict_type.name
+    if saved != launched:
+        raise ValueError(
+            f"resume_from_checkpoint={checkpoint!r} was saved with fsdp_state_dict_type={saved}, and this launch has "
+            f"{launched}: launch with --fsdp_state_dict_type {saved}."
+        )
 
 
 @contextmanager

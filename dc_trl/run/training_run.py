@@ -17,6 +17,7 @@ from ..serving.errors import ServerError
 from .history import HistoryCallback
 from .interruption import RunInterrupted, StopSignals
 from .manifest import on_main_process, resumable_checkpoint, set_aside_later
+from .resuming import require_loadable
 from .soundness import DivergedError
 
 
@@ -48,6 +49,8 @@ class TrainingRun:
             def open_output() -> str | None:
                 stack.enter_context(lock_output(trainer.args.output_dir))
                 found = resumable_checkpoint(wanted, trainer.args.output_dir)
+                if found is not None:
+                    require_loadable(trainer, found)
                 set_aside_later(trainer.args.output_dir, found)
                 return found
 
