@@ -118,6 +118,14 @@ def test_a_multiplier_that_a_run_cannot_have_had_is_refused(value, bound):
         LagrangeMultiplier().load_state_dict(state | {"value": 0.1, "recent": [math.nan]})
 
 
+@pytest.mark.parametrize(
+    "bounds", [{"minimum": 0.5, "maximum": 0.4}, {"init": 2.0}, {"init": math.nan}, {"minimum": -1}]
+)
+def test_bounds_that_no_multiplier_has_are_refused(bounds):
+    with refuses(ValueError, *(f"{name}={value}" for name, value in bounds.items()), "minimum ≤ init ≤ maximum"):
+        LagrangeMultiplier(**bounds)
+
+
 def test_a_multiplier_is_that_of_its_settings():
     """λ of each step by hand: up to the maximum, a mean over three batches, and down to the minimum."""
     settings = ConstraintSettings(

@@ -34,6 +34,9 @@ class LagrangeMultiplier:
 
     Attributes:
         tolerance (`float` or `None`): ε; `None` until ``"auto"`` has found it.
+
+    Raises:
+        ValueError: λ_0 or its bounds are out of their ranges.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class LagrangeMultiplier:
         maximum: float = 1.0,
         window: int = 1,
     ):
+        if not 0 <= minimum <= init <= maximum:
+            raise ValueError(f"{init=}, {minimum=}, {maximum=}: choose 0 ≤ minimum ≤ init ≤ maximum.")
         self.lr = lr
         self.tolerance = None if tolerance == "auto" else tolerance
         self.minimum = minimum
