@@ -132,10 +132,10 @@ class DCGRPOConfig(TrainerFields, ConstraintSettings, GRPOConfig):
 
     def _check_sampling(self) -> None:
         sampling, given = self.sampling, self.generation_kwargs or {}
-        for name in given if self.use_vllm or self.deployment_scheme else ():
+        if given and (self.use_vllm or self.deployment_scheme):
             of_transformers = vars(GenerationConfig()).keys()
             known = VLLM_SETTINGS if self.use_vllm else of_transformers
-            if name not in known:
+            if (name := next((name for name in given if name not in known), None)) is not None:
                 engine = "vLLM" if self.use_vllm else "transformers, and with it the replica,"
                 other = f"leave it out, or set use_vllm={not self.use_vllm}."
                 remedy = other if name in VLLM_SETTINGS | of_transformers else nearest(name, known, "leave it out.")

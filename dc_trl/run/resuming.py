@@ -52,9 +52,10 @@ def require_loadable(trainer: Trainer, checkpoint: str) -> None:
     """
     if not trainer.is_fsdp_enabled:
         return
-    saved = "SHARDED_STATE_DICT" if Path(checkpoint, f"{FSDP_MODEL_NAME}_0").is_dir() else "FULL_STATE_DICT"
+    in_shards = Path(checkpoint, f"{FSDP_MODEL_NAME}_0").is_dir()
     launched = trainer.accelerator.state.fsdp_plugin.state_dict_type.name
-    if saved != launched:
+    if in_shards != (launched == "SHARDED_STATE_DICT"):  # FSDP1 has a third form, of which nothing is known here
+        saved = "SHARDED_STATE_DICT" if in_shards else "FULL_STATE_DICT"
         raise ValueError(
             f"resume_from_checkpoint={checkpoint!r} was saved with fsdp_state_dict_type={saved}, and this launch has "
             f"{launched}: launch with --fsdp_state_dict_type {saved}."
