@@ -51,6 +51,11 @@ class SamplerWeights:
         """The optimizer steps whose weights are kept."""
         return list(self._versions)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all versions that may be kept, in this process."""
+        return self._count * sum(tensor.nbytes for tensor in self._tensors().values())
+
     @torch.no_grad()
     def keep(self, step: int) -> None:
         """Copy the present weights, those of an optimizer step, and drop the oldest version if there are too many."""
