@@ -18,7 +18,6 @@ place. `max_staleness` versions are kept for it: those of an adapter, and not of
 
 from __future__ import annotations
 
-import json
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from ..constraint.constraint import Constraint
-from ..files import read_object, write_text
+from ..files import read_object, write_json
 from ..gate import limits_of, require_same_logits, require_startable, require_trainable
 from ..grading.checked_reward import checked_reward
 from ..quantization.policy import base_model
@@ -336,7 +335,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / STATE_FILE, json.dumps(self.constraint.state_dict(), indent=2))
+            write_json(folder / STATE_FILE, self.constraint.state_dict())
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:

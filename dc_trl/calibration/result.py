@@ -1,6 +1,5 @@
 """The settings of a calibration, and what it found: by engine and side by side, saved and loaded."""
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ..constraint.settings import Measure, Reduction
-from ..files import write_text
+from ..files import write_json
 from ..records.estimators import Estimate
 from ..settings.fields import require_fields, setting
 from ..settings.ranges import ABOVE_0, COUNT, SEED
@@ -80,7 +79,7 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the calibration as JSON."""
-        write_text(Path(path), json.dumps(asdict(self), indent=1) + "\n")
+        write_json(Path(path), asdict(self))
 
 
 @dataclass(frozen=True)

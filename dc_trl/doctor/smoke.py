@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from ..files import append_text
+from ..files import append_json
 from ..settings.command_line import leave_on_sigterm
 from .run import Check, Setup
 
@@ -128,11 +128,11 @@ def main() -> None:
     end = {"status": "passed", "reason": ""}
     try:
         for found in pkgutil.resolve_name(check.probe)(setup, check.scheme):
-            append_text(events, json.dumps({"found": found}) + "\n")
+            append_json(events, {"found": found})
     except Exception as error:
         traceback.print_exc()
         end = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
-    append_text(events, json.dumps(end) + "\n")
+    append_json(events, end)
 
 
 if __name__ == "__main__":

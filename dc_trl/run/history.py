@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
-from ..files import append_text, read_text, set_aside, write_text
+from ..files import append_json, read_text, set_aside, write_text
 from ..quantization.policy import base_model
 from ..records.changed_settings import changed_settings, json_value
 from ..records.runs import (
@@ -88,13 +88,13 @@ class HistoryCallback(TrainerCallback):
         row: dict[str, Any] = {"step": state.global_step}
         row |= {name: value for name, value in (logs or {}).items() if value is None or isinstance(value, int | float)}
         with _unless_it_fails():
-            append_text(self._history, json.dumps(row) + "\n")
+            append_json(self._history, row)
 
     def ended(self, step: int, what: str) -> None:
         """Record what ends the run, on the main process."""
         if self._history is not None:
             with _unless_it_fails():
-                append_text(self._history, json.dumps({"step": step, f"{ENDED}{what}": 1.0}) + "\n")
+                append_json(self._history, {"step": step, f"{ENDED}{what}": 1.0})
 
     def on_save(self, args, state, control, **kwargs):
         if time.monotonic() >= self._draws_from:

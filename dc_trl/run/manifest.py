@@ -5,7 +5,6 @@ checkpoint. The hashes find damage, not forgery: XXH3 is faster than any disk.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable
 from os import PathLike
@@ -18,7 +17,7 @@ from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..files import read_object, set_aside, sync_to_disk, write_bytes
+from ..files import read_object, set_aside, sync_to_disk, write_json
 from ..records.runs import DEPLOYMENT_FOLDER, STEP, TRAINER_STATE_FILE
 from ..settings.ranges import Range
 
@@ -166,8 +165,7 @@ def write_manifest(folder: Path) -> None:
     for path in [*files, *{path.parent for path in files}]:
         sync_to_disk(path)
     listed = {str(path.relative_to(folder)): {"size": path.stat().st_size, "xxh3": _hash(path)} for path in files}
-    text = json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
-    write_bytes(folder / MANIFEST_FILE, text.encode(), durable=True)
+    write_json(folder / MANIFEST_FILE, {"files": listed}, durable=True)
     sync_to_disk(folder.parent)  # this folder holds the checkpoint's own name
 
 
