@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from dc_trl.config import DCGRPOConfig
 from dc_trl.files import read_yaml
 from dc_trl.quantization.schemes import fused_experts
-from dc_trl.records.changed_settings import json_value
+from dc_trl.records.runs import json_value
 from dc_trl.records.tables import print_table
 from dc_trl.settings.command_line import OptionParser, add_fields, refused_in_one_line
 from dc_trl.settings.fields import require_fields, setting

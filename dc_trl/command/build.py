@@ -20,8 +20,7 @@ from ..config import DCGRPOConfig
 from ..files import lock_output
 from ..gate import require_runnable
 from ..grading.rewards import get_reward
-from ..records.changed_settings import changed_settings
-from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
+from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, changed_settings, read_history
 from ..run.history import HistoryCallback
 from ..run.manifest import checkpoints, on_main_process, resumable_checkpoint, set_aside_later
 from ..run.push import HubClient

@@ -14,7 +14,6 @@ from transformers.utils import logging
 from ..config import DCGRPOConfig
 from ..files import append_json, read_text, set_aside, write_text
 from ..quantization.policy import base_model
-from ..records.changed_settings import changed_settings, json_value
 from ..records.runs import (
     DEPLOYMENT_FOLDER,
     ENDED,
@@ -22,6 +21,8 @@ from ..records.runs import (
     HISTORY_FILE,
     SETTINGS_FILE,
     SUMMARY_FILE,
+    changed_settings,
+    json_value,
     read_history,
 )
 
@@ -106,7 +107,7 @@ class HistoryCallback(TrainerCallback):
             return
         began = time.monotonic()
         with _unless_it_fails():
-            from ..records.panels import plot_run  # imports matplotlib, which takes a second
+            from ..records.figures import plot_run
 
             plot_run(state.log_history, self._history.with_name(FIGURE_FILE), self._history.parent.name)
         self._draws_from = time.monotonic() + 100 * (time.monotonic() - began)
