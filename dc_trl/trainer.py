@@ -38,7 +38,7 @@ from .config import DCGRPOConfig
 from .constraint.constraint import Constraint
 from .files import written_beside
 from .gate import Limits, require_fit, require_read, require_runnable, within_server
-from .grading.totals import finite_totals
+from .grading.checked_reward import finite_totals
 from .parts import parts_of
 from .parts.part import Parts, Rollout, Scores
 from .quantization.policy import unwrapped

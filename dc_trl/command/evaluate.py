@@ -81,7 +81,7 @@ def make_parser() -> OptionParser:
 @subcommand(make_parser)
 def main(args: argparse.Namespace) -> None:
     # They take seconds, which --help does not need.
-    from ..data.benchmarks import parse_benchmark
+    from ..data.sources import parse_benchmark
     from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
     from ..evaluation.opened import EvaluatedModel, choose_engines, start_engine
     from ..evaluation.results import Evaluation, print_comparison, print_evaluations

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from ..callbacks.before_and_after import BeforeAndAfter
 from ..callbacks.collapse import CollapseAlarmCallback
-from ..data.dapo import DAPO
+from ..data.sources import DAPO
 from ..files import write_json
 from ..grading.checked_reward import RewardError
 from ..records.runs import (

@@ -37,9 +37,8 @@ def make_parser() -> OptionParser:
 @subcommand(make_parser)
 def main(args: Namespace) -> None:
     # They take seconds, which --help does not need.
-    from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, parse_benchmark
     from ..data.cleaning import clean, count_reasons, print_cleaning
-    from ..data.dapo import DAPO, load_dapo
+    from ..data.sources import BENCHMARKS, DAPO, PUBLISHED, load_benchmark, load_dapo, parse_benchmark
 
     output: Path = args.output
     # What can be wrong with the input is found before rows are read.

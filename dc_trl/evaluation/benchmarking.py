@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..data.benchmarks import BENCHMARKS, load_benchmark, parse_benchmark
 from ..data.prompts import BOXED_INSTRUCTION, make_prompt, tokenize
+from ..data.sources import BENCHMARKS, load_benchmark, parse_benchmark
 from ..files import set_aside
 from ..grading import Gold, Grader
 from ..records.estimators import macro_estimate
@@ -46,7 +46,7 @@ class Benchmark:
         """Load a benchmark.
 
         Args:
-            word: NAME, a key of `dc_trl.data.benchmarks.BENCHMARKS`, or NAME=FILE to read a local file.
+            word: NAME, a key of `dc_trl.data.sources.BENCHMARKS`, or NAME=FILE to read a local file.
             samples: k; by default that of the papers (32 or 4).
             limit: keeps only so many of the first problems.
 
