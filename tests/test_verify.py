@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dc_trl import DeploymentCheckpointCallback
-from dc_trl.calibration.served import compare_hashes
+from dc_trl.calibration.live_server import compare_hashes
 from dc_trl.command import verify
 from dc_trl.files import write_text
 from dc_trl.quantization.checkpoint import CheckpointWriter

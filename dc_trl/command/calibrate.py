@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..calibration.result import CALIBRATION_FILE, CalibrationSettings
+from ..calibration.result import CALIBRATION_FILE, CalibrationSettings, print_calibration
 from ..sampling.engine_names import ENGINE_HELP, EngineSpec
 from ..settings.command_line import (
     OptionParser,
@@ -103,7 +103,6 @@ def main(args: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM
 
     from ..calibration import calibrate
-    from ..calibration.printed import print_calibration
     from ..calibration.rollouts import require_engines
     from ..settings.pretrained import load_config_and_tokenizer
 

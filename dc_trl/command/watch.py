@@ -27,7 +27,7 @@ from .own_arguments import TRAIN_DTYPES, add_prompts
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from ..calibration.watching import Checkpoint
+    from ..calibration.live_server import Checkpoint
     from ..sampling.seeded import Disclosed
 
 WATCH_FILE = "watch.jsonl"
@@ -63,7 +63,7 @@ def main(args: Namespace) -> int:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from ..calibration.watching import look, newest_checkpoint
+    from ..calibration.live_server import look, newest_checkpoint
     from ..data.prompts import tokenize
     from ..sampling.seeded import Disclosed
     from ..serving.connection import Connection, Deadline, Patience
