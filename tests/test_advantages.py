@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from dc_trl.grading.checked_reward import total_rewards, zero_std_groups
+from dc_trl.grading.totals import total_rewards, zero_std_groups
 
 from .helpers import Rollouts, assert_same_weights, logged, make_experts, make_prompts, make_trainer
 

@@ -18,7 +18,7 @@ from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.contract import digest, read_contract, read_tensors
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.quantization.tensors import policy_tensors
-from dc_trl.run.push import run_files
+from dc_trl.run.hub import run_files
 from dc_trl.sampling.replica import Replica
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.version import __version__

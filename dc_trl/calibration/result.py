@@ -129,7 +129,7 @@ def summary_table(calibration: Calibration) -> TableRows:
         ("δ̄ of a batch", lambda e: _interval(e.estimates["discrepancy"])),
         (
             "δ, percentiles 50 / 90 / 99 / 99.9",
-            lambda e: " / ".join(f"{value:.2g}" for value in e.percentiles.values()),
+            lambda e: " / ".join(f"{each:.2g}" for each in e.percentiles.values()),
         ),
         ("KL(π_inf ‖ π_train), k3, nats", lambda e: _interval(e.estimates["k3_kl"])),
         ("floor of the lag's k3, nats", lambda e: _known(e.estimates.get("lag_floor"))),

@@ -13,7 +13,6 @@ from transformers.utils import logging
 from trl import get_peft_config, get_quantization_config
 
 from ..callbacks.collapse import CollapseAlarmCallback
-from ..callbacks.export import DeploymentCheckpointCallback
 from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
@@ -21,9 +20,10 @@ from ..files import lock_output
 from ..gate import require_runnable
 from ..grading.rewards import get_reward
 from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, changed_settings, read_history
+from ..run.deployment import DeploymentCheckpointCallback
 from ..run.history import HistoryCallback
+from ..run.hub import HubClient
 from ..run.manifest import checkpoints, on_main_process, resumable_checkpoint, set_aside_later
-from ..run.push import HubClient
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say

@@ -28,10 +28,9 @@ from ..records.runs import (
 )
 from ..records.tables import print_table
 from ..records.verdict import verdict_of
-from ..run.card import CARD_FILE
+from ..run.hub import CARD_FILE, HubError, run_files
 from ..run.interruption import RunInterrupted, StopSignals
 from ..run.manifest import checkpoints, on_main_process
-from ..run.push import HubError, run_files
 from ..run.soundness import DivergedError
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line

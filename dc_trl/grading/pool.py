@@ -159,7 +159,7 @@ class Grader:
 
 
 def work() -> None:
-    """Grade what comes in by the standard input; the arguments are the limits of memory, bytes, and of time, seconds."""
+    """Grade what the standard input brings; the arguments are the limits of memory, bytes, and of time, seconds."""
     memory_limit, seconds = int(sys.argv[1]), float(sys.argv[2])
     # What libraries print must not be read as verdicts, and what a hostile answer makes them print helps nobody.
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")

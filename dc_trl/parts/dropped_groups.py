@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..grading.checked_reward import zero_std_groups
+from ..grading.totals import zero_std_groups
 from ..sampled_tokens import loss_mask
 from ..settings.contradictions import MEAN_OVER_COMPLETIONS
 from .part import Part

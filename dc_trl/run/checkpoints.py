@@ -21,8 +21,7 @@ from transformers import TrainerCallback
 
 from ..files import read_object, replace_folder_link, write_json
 from ..records.clock import OTHER
-from .interruption import way_back
-from .manifest import STATE_FILE, checkpoints, write_manifest
+from .manifest import STATE_FILE, checkpoints, way_back, write_manifest
 from .soundness import Soundness
 
 

@@ -6,6 +6,7 @@ checkpoint. The hashes find damage, not forgery: XXH3 is faster than any disk.
 
 import hashlib
 import re
+import shlex
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -148,6 +149,17 @@ def checkpoint_defect(folder: Path, contents: bool = True) -> str | None:
             "its weights (model_name_or_path; an adapter has to be merged)"
         )
     return None
+
+
+def way_back(output_dir: str, step: int) -> str:
+    """Return how to go on with a run that has come to a step, from the newest whole checkpoint of its directory."""
+    for saved, folder in checkpoints(output_dir).items():
+        if checkpoint_defect(folder, contents=False) is None:
+            command = f"the same command with --output_dir {shlex.quote(output_dir)} --resume_from_checkpoint true"
+            up_to = "" if saved == step else f" up to step {saved}"
+            return f"The run is saved{up_to}: go on with resume_from_checkpoint={str(folder)!r}, or {command}."
+    lost = "No step had ended, so nothing is lost" if step == 0 else "There is no checkpoint"
+    return f"{lost}: the same command begins again."
 
 
 def write_manifest(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..grading.checked_reward import finite_totals
+from ..grading.totals import finite_totals
 
 
 def greedy_completion_ids(trainer: Any, prompt_ids: list[list[int]]) -> list[list[int]]:
