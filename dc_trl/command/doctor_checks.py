@@ -1,4 +1,4 @@
-"""What the doctor tries, each in a process of its own: `python -m dc_trl.doctor.smoke EVENTS CHECK SETUP`.
+"""What the doctor tries, each in a process of its own: `python -m dc_trl.command.doctor_checks EVENTS CHECK SETUP`.
 
 CHECK and SETUP are JSON, see `run.Check` and `run.Setup`. EVENTS is a file that gets a line of JSON for each part of
 what a check has found, and one for its end. The end of the standard input, that is, of the doctor, ends the process.
