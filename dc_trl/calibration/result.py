@@ -10,8 +10,7 @@ from ..constraint.settings import Measure, Reduction
 from ..files import write_json
 from ..records.estimators import Estimate
 from ..records.tables import TableRows, print_table
-from ..settings.fields import require_fields, setting
-from ..settings.ranges import ABOVE_0, COUNT, SEED
+from ..settings.fields import ABOVE_0, COUNT, SEED, require_fields, setting
 from ..version import DOCS
 
 

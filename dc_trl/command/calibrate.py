@@ -26,8 +26,8 @@ from ..settings.command_line import (
     add_template,
     say,
 )
+from ..settings.fields import COUNT, Range, require_numbers
 from ..settings.paths import require_folder
-from ..settings.ranges import COUNT, Range, require_numbers
 from . import subcommand
 from .own_arguments import DATA_FIELDS, TRAIN_DTYPES, DataArguments, add_prompts
 

@@ -1,7 +1,8 @@
 """What the doctor tries, each in a process of its own: `python -m dc_trl.command.doctor_checks EVENTS CHECK SETUP`.
 
-CHECK and SETUP are JSON, see `doctor.Check` and `doctor.Setup`. EVENTS is a file that gets a line of JSON for each part of
-what a check has found, and one for its end. The end of the standard input, that is, of the doctor, ends the process.
+CHECK and SETUP are JSON, see `doctor.Check` and `doctor.Setup`. EVENTS is a file that gets a line of JSON for each
+part of what a check has found, and one for its end. The end of the standard input, that is, of the doctor, ends the
+process.
 Libraries are imported where they are used: a check must say what it can where others are missing or broken.
 """
 

@@ -21,8 +21,8 @@ from ..settings.command_line import (
     add_serve_options,
     add_template,
 )
+from ..settings.fields import AT_LEAST_0, COUNT, SHARE, require_numbers
 from ..settings.paths import require_folder
-from ..settings.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers
 from . import subcommand
 
 

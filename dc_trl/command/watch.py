@@ -19,7 +19,7 @@ from ..calibration.result import CalibrationSettings
 from ..files import append_json
 from ..serving.errors import ServerRefusedError, ServerUnavailableError
 from ..settings.command_line import OptionParser, add_fields, say, saying_if_slow
-from ..settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
+from ..settings.fields import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
 from . import subcommand
 from .own_arguments import TRAIN_DTYPES, add_prompts
 

@@ -9,8 +9,8 @@ from datasets import Dataset, Features, Value
 
 from ..grading import GRADING_COLUMNS, extract_answer, gold_answer
 from ..grading.text import split
+from ..settings.fields import require_choice
 from ..settings.paths import require_data_file
-from ..settings.ranges import require_choice
 from .arithmetic import arithmetic_problems
 from .prompts import BOXED_INSTRUCTION, load_rows, nested, text_of_prompt
 

@@ -21,7 +21,7 @@ from ..grading import Gold, Grader
 from ..records.estimators import macro_estimate
 from ..sampling.engine_names import Sampling
 from ..sampling.seeded import Completion, Engine, Request, sample_seed
-from ..settings.ranges import COUNT, require_number
+from ..settings.fields import COUNT, require_number
 from .results import Evaluation, benchmark_result
 from .samples import Sample, SampleStore
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeGuard
 from ..constraint.settings import ConstraintSettings
 from ..files import read_object
 from ..secrets import hide_in_options, is_secret_name, without_secrets
-from ..settings.ranges import Range
+from ..settings.fields import Range
 from ..settings.recipes import default_of
 from .tables import with_error
 

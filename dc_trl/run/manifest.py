@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..files import read_object, set_aside, sync_to_disk, write_json
 from ..records.runs import DEPLOYMENT_FOLDER, STEP, TRAINER_STATE_FILE
-from ..settings.ranges import Range
+from ..settings.fields import Range
 
 
 STATE_FILE = "dc_grpo_state.json"
