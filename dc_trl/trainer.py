@@ -37,7 +37,8 @@ from trl.trainer.utils import get_config_model_id
 from .config import DCGRPOConfig
 from .constraint.constraint import Constraint
 from .files import written_beside
-from .gate import Limits, require_fit, require_read, require_runnable, within_server
+from .gate.before_loading import require_runnable
+from .gate.loaded_policy import Limits, require_fit, require_read, within_server
 from .grading.totals import finite_totals
 from .parts import parts_of
 from .parts.part import Parts, Rollout, Scores

@@ -32,7 +32,8 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from ..constraint.constraint import Constraint
 from ..files import read_object, write_json
-from ..gate import limits_of, require_same_logits, require_startable, require_trainable
+from ..gate.before_loading import require_startable
+from ..gate.loaded_policy import limits_of, require_same_logits, require_trainable
 from ..grading.checked_reward import checked_reward
 from ..quantization.policy import base_model
 from ..run.manifest import STATE_FILE, on_main_process, resumable_checkpoint, write_manifest

@@ -17,7 +17,7 @@ from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
 from ..files import lock_output
-from ..gate import require_runnable
+from ..gate.before_loading import require_runnable
 from ..grading.rewards import get_reward
 from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, changed_settings, read_history
 from ..run.deployment import DeploymentCheckpointCallback
