@@ -6,8 +6,7 @@ import sys
 from argparse import Action
 from collections.abc import Sequence
 from enum import Enum
-from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_origin, get_type_hints
 
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
@@ -17,7 +16,7 @@ from ..config import DCGRPOConfig
 from ..files import read_yaml
 from ..settings.command_line import NEGATIVE_NUMBER, described, say, unknown_field
 from ..settings.distribution import sharding_of
-from ..settings.fields import allowed_of
+from ..settings.fields import allowed_of, kinds_of
 from ..settings.paths import config_file, shipped
 from ..settings.recipes import DECIDED
 from .own_arguments import DataArguments, ServerArguments, WatchArguments
@@ -143,7 +142,7 @@ class ConfigurationParser(HfArgumentParser):
 
 def _meant(value: Any, kind: Any) -> Any:
     """Return what YAML has read as the field has it. The parser itself reads numbers and truth values from text."""
-    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    kinds = kinds_of(kind)
     takes_text = any(each is str or (isinstance(each, type) and issubclass(each, Enum)) for each in kinds)
     if any(get_origin(each) is list for each in kinds) and not takes_text and value is not None:
         values = value if isinstance(value, list) else [value]  # a command line takes one word as a list too

@@ -23,7 +23,7 @@ import psutil
 
 from ..files import append_json
 from ..settings.command_line import leave_on_sigterm
-from .run import Check, Setup
+from .doctor import Check, Setup
 
 
 Found = Iterator[dict[str, Any]]

@@ -28,11 +28,7 @@ from . import subcommand
 
 # The paper's six.
 ALL = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
-RANGES = {
-    **dict.fromkeys(("samples", "limit", "max_tokens", "concurrency"), COUNT),
-    "temperature": AT_LEAST_0,
-    "top_p": SHARE,
-}
+RANGES = {"max_tokens": COUNT, "concurrency": COUNT, "temperature": AT_LEAST_0, "top_p": SHARE}
 
 
 def make_parser() -> OptionParser:

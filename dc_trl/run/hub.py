@@ -117,7 +117,7 @@ def constraint_settings(args: Any) -> dict[str, Any]:
 
 # Patterns of the files that `save_pretrained` writes; of several forms of weights only safetensors. Each ? is a digit
 # of a shard's number: files are also deleted by these patterns, and a * would reach into folders.
-_WEIGHTS = (
+WEIGHTS = (
     *("model.safetensors", "adapter_model.safetensors"),
     *("model-?????-of-?????.safetensors", "model.safetensors.index.json"),
 )
@@ -125,7 +125,7 @@ _CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _VOCABULARIES = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
-MODEL_FILES = (*_WEIGHTS, *_CONFIGURATIONS, *_TOKENIZERS, *_VOCABULARIES, *_TEMPLATES)
+MODEL_FILES = (*WEIGHTS, *_CONFIGURATIONS, *_TOKENIZERS, *_VOCABULARIES, *_TEMPLATES)
 RUN_FILES = (CARD_FILE, HISTORY_FILE, FIGURE_FILE, SUMMARY_FILE, SETTINGS_FILE)
 
 # Files of a checkpoint that resuming does not need: pickled arguments, unfinished files, and the card that PEFT writes
@@ -225,7 +225,7 @@ class HubClient:
             files, prefix = run_files(folder, self._with_deployment), ""
             # Shards of an earlier push, which may have had other names, would be loaded as the model's weights.
             replaced = [
-                *(_WEIGHTS if any(filter_repo_objects(files, allow_patterns=[*_WEIGHTS])) else ()),
+                *(WEIGHTS if any(filter_repo_objects(files, allow_patterns=[*WEIGHTS])) else ()),
                 *([f"{DEPLOYMENT_FOLDER}/*"] if self._with_deployment else []),
             ]
         else:

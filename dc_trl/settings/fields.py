@@ -196,10 +196,14 @@ def require_fields(settings: Any, of: type | None = None) -> None:
             raise ValueError(f"{name}={value!r} is invalid: use True or False.")
 
 
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """Return the types of which a value may have one."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
 def _require_type(name: str, value: Any, hint: Any) -> None:
     """Refuse a value of another type than a field of text, truth values, numbers or lists of them declares."""
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kinds = [get_origin(part) or part for part in parts]
+    kinds = [get_origin(part) or part for part in kinds_of(hint)]
     if all(kind in _OF_TYPES for kind in kinds) and not any(isinstance(value, _OF_TYPES[kind][1]) for kind in kinds):
         wanted = " or ".join(_OF_TYPES[kind][0] for kind in kinds)
         raise ValueError(f"{name}={value!r} has the type {type(value).__name__}: use {wanted}.")
