@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from .calibration import calibrate as calibrate
     from .callbacks.collapse import CollapseAlarmCallback as CollapseAlarmCallback
     from .callbacks.collapse import CollapseMonitor as CollapseMonitor
-    from .callbacks.export import DeploymentCheckpointCallback as DeploymentCheckpointCallback
     from .callbacks.length_decay import LengthDecayCallback as LengthDecayCallback
     from .callbacks.length_decay import LengthDecaySchedule as LengthDecaySchedule
     from .callbacks.length_decay import SurgeDetector as SurgeDetector
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from .constraint.metrics import mismatch_metrics as mismatch_metrics
     from .evaluation import evaluate as evaluate
     from .grading.rewards import math_reward as math_reward
+    from .run.deployment import DeploymentCheckpointCallback as DeploymentCheckpointCallback
     from .run.history import HistoryCallback as HistoryCallback
     from .trainer import DCGRPOTrainer as DCGRPOTrainer
     from .version import __version__ as __version__
@@ -31,7 +31,7 @@ _MODULES = {
     "CollapseMonitor": "callbacks.collapse",
     "DCGRPOConfig": "config",
     "DCGRPOTrainer": "trainer",
-    "DeploymentCheckpointCallback": "callbacks.export",
+    "DeploymentCheckpointCallback": "run.deployment",
     "HistoryCallback": "run.history",
     "LagrangeMultiplier": "constraint.lagrangian",
     "LengthDecayCallback": "callbacks.length_decay",

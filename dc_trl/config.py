@@ -18,9 +18,8 @@ from .quantization.schemes import SERVED_SCHEMES, require_scheme, require_served
 from .settings.command_line import nearest
 from .settings.contradictions import require_consistent
 from .settings.distribution import recompute_once, require_division
-from .settings.fields import require_fields, values_named
+from .settings.fields import FINITE, require_choice, require_fields, require_number, values_named
 from .settings.neutral_sampling import TRUNCATIONS, VLLM_SETTINGS
-from .settings.ranges import FINITE, require_choice, require_number
 from .settings.recipes import RECIPES, Recipe, fill_in
 from .settings.trainer_fields import TrainerFields
 

@@ -51,6 +51,16 @@ def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
             sync_to_disk(path.parent)
 
 
+def write_json(path: Path, value: Any, durable: bool = False) -> None:
+    """Write a value as JSON, completely or not at all; see `write_bytes`."""
+    write_bytes(path, f"{json.dumps(value, indent=2, ensure_ascii=False)}\n".encode(), durable)
+
+
+def append_json(path: Path, value: Any) -> None:
+    """Append a value to a file as a line of JSON; see `append_text`."""
+    append_text(path, f"{json.dumps(value)}\n")
+
+
 def append_text(path: Path, text: str) -> None:
     """Append to a file in UTF-8, which may not be a link; create the file if there is none."""
     with open_in_place(path, os.O_WRONLY | os.O_APPEND) as file, _path_in_errors(path):

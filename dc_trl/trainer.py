@@ -37,7 +37,8 @@ from trl.trainer.utils import get_config_model_id
 from .config import DCGRPOConfig
 from .constraint.constraint import Constraint
 from .files import written_beside
-from .gate import Limits, require_fit, require_read, require_runnable, within_server
+from .gate.before_loading import require_runnable
+from .gate.loaded_policy import Limits, require_fit, require_read, within_server
 from .grading.totals import finite_totals
 from .parts import parts_of
 from .parts.part import Parts, Rollout, Scores
@@ -45,12 +46,10 @@ from .quantization.policy import unwrapped
 from .records.clock import EVALUATION, OTHER, PREFIX, PartsClock
 from .records.runs import DEPLOYMENT_FOLDER, Run
 from .records.verdict import NOT_MEASURED, first_batch, verdict_of
-from .run.card import CARD_FILE, complete_card, hub_dataset
 from .run.checkpoints import Checkpoints
-from .run.history import HistoryCallback
+from .run.history import BRIEF, HistoryCallback
+from .run.hub import CARD_FILE, HubClient, complete_card, hub_dataset, without_token
 from .run.manifest import on_main_process
-from .run.printed_logs import BRIEF
-from .run.push import HubClient, without_token
 from .run.resuming import given_rates, load_saved_weights, own_adapters, position_in_data
 from .run.training_run import TrainingRun
 from .sampled_tokens import SampledTokens

@@ -16,8 +16,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from dc_trl import DCGRPOConfig
 from dc_trl.settings.contradictions import NO_EFFECT
-from dc_trl.settings.fields import allowed_of, declared_default, own_fields
-from dc_trl.settings.ranges import Range
+from dc_trl.settings.fields import Range, allowed_of, declared_default, own_fields
 
 
 # So that the machine that builds the page has no part in the errors.

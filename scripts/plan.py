@@ -23,12 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from dc_trl.config import DCGRPOConfig
 from dc_trl.files import read_yaml
 from dc_trl.quantization.schemes import fused_experts
-from dc_trl.records.changed_settings import json_value
+from dc_trl.records.runs import json_value
 from dc_trl.records.tables import print_table
 from dc_trl.settings.command_line import OptionParser, add_fields, refused_in_one_line
-from dc_trl.settings.fields import require_fields, setting
+from dc_trl.settings.fields import COUNT, require_fields, require_number, setting
 from dc_trl.settings.paths import config_file, require_model_path, shipped
-from dc_trl.settings.ranges import COUNT, require_number
 from dc_trl.settings.recipes import default_of
 
 

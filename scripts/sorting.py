@@ -4,7 +4,7 @@ import hashlib
 import random
 
 from dc_trl.data.arithmetic import Problem, Split
-from dc_trl.settings.ranges import require_choice
+from dc_trl.settings.fields import require_choice
 
 
 SHORT = (3, 5)  # digits of a problem, from and to; a solution of 21 to 38 tokens

@@ -6,9 +6,7 @@ import re
 import datasets
 import pytest
 
-from dc_trl.data.benchmarks import MINERVA_RELATIVE_TOLERANCE, holds_several, load_benchmark
-from dc_trl.data.dapo import load_dapo
-from dc_trl.data.sources import FEATURES
+from dc_trl.data.sources import FEATURES, MINERVA_RELATIVE_TOLERANCE, holds_several, load_benchmark, load_dapo
 from dc_trl.grading import is_gradable
 
 from .helpers import ROOT, read_rows, refuses, write_rows

@@ -14,8 +14,7 @@ from trl import GRPOTrainer
 from dc_trl.calibration import calibrate, comparison
 from dc_trl.calibration.comparison import batch_tolerance, measure_engine
 from dc_trl.calibration.result import CalibrationSettings
-from dc_trl.calibration.rollouts import EngineSample, Rollout, _from_server, sample_rollouts
-from dc_trl.calibration.scoring import train_logps
+from dc_trl.calibration.rollouts import EngineSample, Rollout, _from_server, sample_rollouts, train_logps
 from dc_trl.command import call
 from dc_trl.command.problems import DataArguments, draw_prompts
 from dc_trl.sampling.engine_names import EngineSpec

@@ -9,12 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dc_trl.command import call
-from dc_trl.data.benchmarks import load_benchmark
-from dc_trl.data.cleaning import clean, count_reasons
-from dc_trl.data.contamination import find_overlaps, problem_key, words
-from dc_trl.data.dapo import load_dapo
+from dc_trl.data.cleaning import clean, count_reasons, find_overlaps, problem_key, words
 from dc_trl.data.prompts import load_prompts, load_rows
-from dc_trl.data.sources import FEATURES, MathProblem, to_dataset
+from dc_trl.data.sources import FEATURES, MathProblem, load_benchmark, load_dapo, to_dataset
 
 from .helpers import as_words, read_json, refuses, write_rows
 from .test_benchmarks import FILES, TEMPLATE, dapo_row

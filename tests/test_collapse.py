@@ -10,7 +10,7 @@ from trl import RLOOConfig, RLOOTrainer
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
 from dc_trl.callbacks.collapse import CollapseAlarmCallback, CollapseMonitor
-from dc_trl.records.outcome import facts_table
+from dc_trl.records.page import facts_table
 from dc_trl.records.runs import read_history, read_run
 from dc_trl.run.manifest import checkpoints
 

@@ -16,9 +16,9 @@ from transformers.hf_argparser import string_to_bool
 
 from dc_trl import __version__
 from dc_trl.command import COMMANDS, main, subcommand, verify
-from dc_trl.command.arguments import ARGUMENTS, RunArguments, make_parser
-from dc_trl.data.benchmarks import BENCHMARKS
-from dc_trl.data.dapo import DAPO
+from dc_trl.command.arguments import ARGUMENTS, RunArguments
+from dc_trl.command.train import make_parser
+from dc_trl.data.sources import BENCHMARKS, DAPO
 from dc_trl.evaluation.results import Evaluation
 from dc_trl.settings.command_line import described
 from dc_trl.settings.fields import own_fields

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.command.arguments import ServerArguments, require_servable
-from dc_trl.gate import require_startable
+from dc_trl.gate.before_loading import require_startable
 from dc_trl.quantization.checkpoint import CheckpointWriter
 
 from . import helpers

@@ -196,7 +196,7 @@ def test_what_only_records_does_not_end_what_trains(tmp_path):
 
 
 def test_a_figure_is_drawn_at_the_end_and_seldom_before(tmp_path, monkeypatch):
-    from dc_trl.records import panels
+    from dc_trl.records import figures as panels
 
     drawn, plot = [], panels.plot_run
     monkeypatch.setattr(panels, "plot_run", lambda rows, *more: (drawn.append(len(rows)), plot(rows, *more)))

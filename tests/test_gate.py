@@ -31,7 +31,8 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.async_grpo import AsyncDCGRPOConfig
 from dc_trl.command import call
 from dc_trl.command.train import main
-from dc_trl.gate import _look_at, warn_of_rounding
+from dc_trl.gate.before_loading import _look_at
+from dc_trl.gate.loaded_policy import warn_of_rounding
 from dc_trl.grading.checked_reward import checked_reward, is_async, require_rewards
 
 from .helpers import (

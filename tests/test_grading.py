@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dc_trl.data.benchmarks import MINERVA_RELATIVE_TOLERANCE
+from dc_trl.data.sources import MINERVA_RELATIVE_TOLERANCE
 from dc_trl.grading import Gold, Grader, extract_answer, grade, is_gradable
 from dc_trl.grading.rewards import math_reward
 

@@ -18,7 +18,6 @@ from .helpers import ROOT, succeed
 FLOORS = [
     ["__main__"],
     ["command"],
-    ["doctor"],
     ["callbacks", "calibration"],
     ["async_grpo", "trainer"],
     ["evaluation", "gate", "parts"],

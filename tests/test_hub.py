@@ -23,8 +23,8 @@ from dc_trl.command import finish
 from dc_trl.command.finish import _publish
 from dc_trl.command.problems import DataArguments
 from dc_trl.quantization.checkpoint import write_deployable
+from dc_trl.run.hub import _ABSOLUTE, run_files
 from dc_trl.run.interruption import StopSignals
-from dc_trl.run.push import _ABSOLUTE, run_files
 
 from .helpers import ROOT, TINY_MODEL, distinct_characters, load_script, make_config, make_prompts, refuses
 
@@ -262,7 +262,7 @@ def test_an_adapter_is_pushed_with_its_base_and_without_paths_of_this_machine(hu
 
 def test_a_push_while_training_that_fails_is_said(hub, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("dc_trl.run.push.logger.warning", said.append)
+    monkeypatch.setattr("dc_trl.run.hub.logger.warning", said.append)
     hub.refusal = httpx.HTTPError("told to answer 403")
     options = {"push_to_hub": True, "hub_strategy": "every_save", "save_steps": 1}
     trainer = make_trainer(tmp_path / "run", max_steps=1, **options)

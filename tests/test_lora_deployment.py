@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dc_trl.quantization.adapter import beside_base
 from dc_trl.quantization.contract import read_contract
 from dc_trl.quantization.deployed_forward import DeployedForward
-from dc_trl.run.push import run_files
+from dc_trl.run.hub import run_files
 from dc_trl.sampling.replica import Replica
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.serving.errors import ServerError

@@ -12,17 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dc_trl.doctor import run, smoke
-from dc_trl.doctor.run import (
-    Check,
-    Result,
-    Setup,
-    block,
-    bottom_line,
-    facts,
-    plan_checks,
-    run_checks,
-)
+from dc_trl.command import doctor as run
+from dc_trl.command import doctor_checks as smoke
+from dc_trl.command.doctor import Check, Result, Setup, block, bottom_line, facts, plan_checks, run_checks
 
 from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL, refuses, takes_minutes
 from .test_gate import diverged, saved

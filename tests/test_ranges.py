@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dc_trl.settings.ranges import Range
+from dc_trl.settings.fields import Range
 
 from .helpers import make_config
 

@@ -10,11 +10,9 @@ from peft import LoraConfig
 
 from dc_trl import HistoryCallback
 from dc_trl.command import report as report_command
-from dc_trl.records.changed_settings import changed_settings
-from dc_trl.records.figures import thinned
+from dc_trl.records.figures import panels_of, plot_run, thinned
 from dc_trl.records.page import write_report
-from dc_trl.records.panels import panels_of, plot_run
-from dc_trl.records.runs import Run, read_history, read_run
+from dc_trl.records.runs import Run, changed_settings, read_history, read_run
 
 from .helpers import ROOT, Rollouts, make_config, make_trainer, read_json, refuses, succeed, write_rows
 from .html_reader import Reader, require_self_contained

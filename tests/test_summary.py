@@ -12,7 +12,7 @@ from dc_trl.callbacks.before_and_after import BeforeAndAfter
 from dc_trl.command.arguments import WatchArguments
 from dc_trl.command.build import add_callbacks
 from dc_trl.command.finish import summarize
-from dc_trl.records.outcome import outcome_table
+from dc_trl.records.page import outcome_table
 from dc_trl.records.runs import Run, outcome, read_history, read_run
 from dc_trl.records.verdict import verdict_of
 

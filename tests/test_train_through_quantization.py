@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from dc_trl.callbacks.export import DeploymentCheckpointCallback
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.run.deployment import DeploymentCheckpointCallback
 from dc_trl.sampling.engine_names import EngineSpec
 
 from .helpers import (

@@ -6,7 +6,7 @@ import statistics
 import pytest
 from datasets import Dataset
 
-from dc_trl.callbacks.greedy import greedy_rewards
+from dc_trl.callbacks.before_and_after import greedy_rewards
 
 from .helpers import (
     TWO_PROCESSES,

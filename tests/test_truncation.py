@@ -26,7 +26,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from dc_trl import DCGRPOTrainer
-from dc_trl.gate import require_same_logits
+from dc_trl.gate.loaded_policy import require_same_logits
 from dc_trl.parts import kept_tokens
 from dc_trl.parts.kept_tokens import KeptHead, Named
 from dc_trl.quantization.head import FusedHead, logits_of

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dc_trl import DeploymentCheckpointCallback
-from dc_trl.calibration.served import compare_hashes
+from dc_trl.calibration.live_server import compare_hashes
 from dc_trl.command import verify
 from dc_trl.files import write_text
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.contract import digest, read_contract, read_tensors
 from dc_trl.quantization.schemes import SCHEMES
 from dc_trl.quantization.tensors import policy_tensors
-from dc_trl.run.push import run_files
+from dc_trl.run.hub import run_files
 from dc_trl.sampling.replica import Replica
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.version import __version__

@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from dc_trl.calibration.watching import newest_checkpoint
+from dc_trl.calibration.live_server import newest_checkpoint
 from dc_trl.command import watch
 from dc_trl.command.problems import DataArguments, draw_prompts
 from dc_trl.data.prompts import tokenize

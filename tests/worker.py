@@ -19,7 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from dc_trl import DCGRPOTrainer, HistoryCallback
-from dc_trl.callbacks.greedy import greedy_rewards
+from dc_trl.callbacks.before_and_after import greedy_rewards
 from dc_trl.sampling.vllm_backends import restore_cache_scales
 
 from .gaps import PROMPTS, SampledBy

@@ -18,7 +18,6 @@ place. The versions that `max_staleness` lets sample are kept for it in the host
 
 from __future__ import annotations
 
-import json
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,8 +32,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from ..constraint.constraint import Constraint
-from ..files import read_object, write_text
-from ..gate import limits_of, require_same_logits, require_startable, require_trainable
+from ..files import read_object, write_json
+from ..gate.before_loading import require_startable
+from ..gate.loaded_policy import limits_of, require_same_logits, require_trainable
 from ..grading.checked_reward import checked_reward
 from ..quantization.policy import base_model
 from ..run.manifest import STATE_FILE, on_main_process, resumable_checkpoint, write_manifest
@@ -338,7 +338,7 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / STATE_FILE, json.dumps(self.constraint.state_dict(), indent=2))
+            write_json(folder / STATE_FILE, self.constraint.state_dict())
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:

@@ -35,8 +35,7 @@ from ..records.estimators import Estimate
 from ..version import DOCS
 from .comparison import Array, Ratio, ScoredTokens, ratio_estimate
 from .result import CalibrationSettings, Diagnosis, EngineMismatch, Split
-from .rollouts import EngineSample, Policy, sampled_logps
-from .scoring import train_logps
+from .rollouts import EngineSample, Policy, sampled_logps, train_logps
 
 
 Causes: TypeAlias = frozenset[str]

@@ -13,8 +13,7 @@ from ..sampling.engine_names import EngineSpec
 from .causes import Case, diagnose, lag_floor
 from .comparison import measure_engine
 from .result import Calibration, CalibrationSettings, EngineMismatch
-from .rollouts import Policy, require_engines, sample_rollouts
-from .scoring import train_logps
+from .rollouts import Policy, require_engines, sample_rollouts, train_logps
 
 
 def calibrate(
@@ -39,7 +38,7 @@ def calibrate(
         **settings: fields of `dc_trl.calibration.CalibrationSettings`, which describes them.
 
     Returns:
-        What was measured; `dc_trl.calibration.printed` prints it.
+        What was measured; `dc_trl.calibration.result` prints it.
 
     Raises:
         TypeError: there is no such setting; the message names it.

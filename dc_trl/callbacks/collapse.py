@@ -19,7 +19,7 @@ from ..records.estimators import noise_of
 from ..records.runs import ENDED, Run
 from ..records.verdict import destroyed
 from ..run.manifest import checkpoints
-from ..settings.ranges import Range, require_number
+from ..settings.fields import Range, require_number
 from ..trainer import DCGRPOTrainer
 from ..version import DOCS
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainerCallback
 
-from ..settings.ranges import COUNT, SHARE, require_number
+from ..settings.fields import COUNT, SHARE, require_number
 
 
 # Decay period in units of the surge's step (LR paper: 204 steps for a surge at step 110, and 160 for one at 90).

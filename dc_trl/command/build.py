@@ -13,18 +13,17 @@ from transformers.utils import logging
 from trl import get_peft_config, get_quantization_config
 
 from ..callbacks.collapse import CollapseAlarmCallback
-from ..callbacks.export import DeploymentCheckpointCallback
 from ..callbacks.length_decay import LengthDecayCallback
 from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
 from ..files import lock_output
-from ..gate import require_runnable
+from ..gate.before_loading import require_runnable
 from ..grading.rewards import get_reward
-from ..records.changed_settings import changed_settings
-from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, read_history
+from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, changed_settings, read_history
+from ..run.deployment import DeploymentCheckpointCallback
 from ..run.history import HistoryCallback
+from ..run.hub import WEIGHTS, HubClient
 from ..run.manifest import checkpoints, on_main_process, resumable_checkpoint, set_aside_later
-from ..run.push import HubClient
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say
@@ -37,9 +36,8 @@ from .problems import load_data
 
 
 SERVER_LOG = "vllm_server.log"
-_WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 # Files and folders that mark an output directory as one with a run.
-_RUN_FILES = (HISTORY_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *_WEIGHTS, "checkpoint-*")
+_RUN_FILES = (HISTORY_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER, *WEIGHTS, "checkpoint-*")
 
 
 def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrainer, CollapseAlarmCallback | None]:
@@ -136,7 +134,7 @@ def _require_no_run(output_dir: Path, anew: bool) -> None:
 
 def holds_weights(folder: Path) -> bool:
     """Return whether a run has left its weights."""
-    return any(path for name in _WEIGHTS for path in folder.glob(name))
+    return any(path for name in WEIGHTS for path in folder.glob(name))
 
 
 def start_server(arguments: RunArguments, options: list[str], stack: ExitStack) -> None:

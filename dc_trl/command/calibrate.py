@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..calibration.result import CALIBRATION_FILE, CalibrationSettings
+from ..calibration.result import CALIBRATION_FILE, CalibrationSettings, print_calibration
 from ..sampling.engine_names import ENGINE_HELP, EngineSpec
 from ..settings.command_line import (
     OptionParser,
@@ -26,8 +26,8 @@ from ..settings.command_line import (
     add_template,
     say,
 )
+from ..settings.fields import COUNT, Range, require_numbers
 from ..settings.paths import require_folder
-from ..settings.ranges import COUNT, Range, require_numbers
 from . import subcommand
 from .own_arguments import DATA_FIELDS, TRAIN_DTYPES, DataArguments, add_prompts
 
@@ -103,7 +103,6 @@ def main(args: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM
 
     from ..calibration import calibrate
-    from ..calibration.printed import print_calibration
     from ..calibration.rollouts import require_engines
     from ..settings.pretrained import load_config_and_tokenizer
 

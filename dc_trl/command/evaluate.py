@@ -21,18 +21,14 @@ from ..settings.command_line import (
     add_serve_options,
     add_template,
 )
+from ..settings.fields import AT_LEAST_0, COUNT, SHARE, require_numbers
 from ..settings.paths import require_folder
-from ..settings.ranges import AT_LEAST_0, COUNT, SHARE, require_numbers
 from . import subcommand
 
 
 # The paper's six.
 ALL = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
-RANGES = {
-    **dict.fromkeys(("samples", "limit", "max_tokens", "concurrency"), COUNT),
-    "temperature": AT_LEAST_0,
-    "top_p": SHARE,
-}
+RANGES = {"max_tokens": COUNT, "concurrency": COUNT, "temperature": AT_LEAST_0, "top_p": SHARE}
 
 
 def make_parser() -> OptionParser:
@@ -81,7 +77,7 @@ def make_parser() -> OptionParser:
 @subcommand(make_parser)
 def main(args: argparse.Namespace) -> None:
     # They take seconds, which --help does not need.
-    from ..data.benchmarks import parse_benchmark
+    from ..data.sources import parse_benchmark
     from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
     from ..evaluation.opened import EvaluatedModel, choose_engines, start_engine
     from ..evaluation.results import Evaluation, print_comparison, print_evaluations

@@ -1,19 +1,18 @@
 """Trains to the end of a run, and saves, summarizes and pushes it; an early end has an exit code."""
 
-import json
 import shlex
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from datasets import Dataset
 
 from ..callbacks.before_and_after import BeforeAndAfter
 from ..callbacks.collapse import CollapseAlarmCallback
-from ..data.dapo import DAPO
-from ..files import write_text
+from ..data.sources import DAPO
+from ..files import write_json
 from ..grading.checked_reward import RewardError
 from ..records.runs import (
     DEPLOYMENT_FOLDER,
@@ -29,10 +28,9 @@ from ..records.runs import (
 )
 from ..records.tables import print_table
 from ..records.verdict import verdict_of
-from ..run.card import CARD_FILE
+from ..run.hub import CARD_FILE, HubError, run_files
 from ..run.interruption import RunInterrupted, StopSignals
 from ..run.manifest import checkpoints, on_main_process
-from ..run.push import HubError, run_files
 from ..run.soundness import DivergedError
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line
@@ -93,7 +91,7 @@ def run(
     failure = _publish(trainer, DAPO.hub_id if data.dataset_name == "dapo" else data.dataset_name)
     if failure is None:
         if trainer.accelerator.is_main_process:
-            _write_summary(folder, read_summary(folder) | {"published": _place(trainer)})
+            write_json(folder / SUMMARY_FILE, read_summary(folder) | {"published": _place(trainer)})
         release_processes(trainer)
     return failure
 
@@ -142,15 +140,11 @@ def summarize(trainer: DCGRPOTrainer) -> None:
         "tokens": tokens,
         "seconds": seconds,
     }
-    _write_summary(Path(args.output_dir), summary)
+    write_json(Path(args.output_dir, SUMMARY_FILE), summary)
     print(f"Model, {HISTORY_FILE} and {FIGURE_FILE} are in {args.output_dir}")
     if args.exports_deployment:
         deployment = Path(args.output_dir, DEPLOYMENT_FOLDER)
         print(f"Serve it: {serve_line(deployment)}" if verdict.worth_serving else f"The policy is in {deployment}")
-
-
-def _write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    write_text(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def _publish(trainer: DCGRPOTrainer, dataset_name: str | None) -> Outcome:

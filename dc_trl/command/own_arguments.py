@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from ..settings.command_line import add_fields
 from ..settings.contradictions import CheckedSettings
-from ..settings.fields import setting
-from ..settings.ranges import COUNT, WHOLE
+from ..settings.fields import COUNT, WHOLE, setting
 
 
 # Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.

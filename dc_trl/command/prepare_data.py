@@ -6,12 +6,11 @@
 Train on the result: `dc-trl train --dataset_name data/dapo/train.parquet --prompt_column problem`.
 """
 
-import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from ..files import write_text
+from ..files import write_json
 from ..settings.command_line import OptionParser
 from ..settings.paths import require_folder
 from . import subcommand
@@ -38,9 +37,8 @@ def make_parser() -> OptionParser:
 @subcommand(make_parser)
 def main(args: Namespace) -> None:
     # They take seconds, which --help does not need.
-    from ..data.benchmarks import BENCHMARKS, PUBLISHED, load_benchmark, parse_benchmark
     from ..data.cleaning import clean, count_reasons, print_cleaning
-    from ..data.dapo import DAPO, load_dapo
+    from ..data.sources import BENCHMARKS, DAPO, PUBLISHED, load_benchmark, load_dapo, parse_benchmark
 
     output: Path = args.output
     # What can be wrong with the input is found before rows are read.
@@ -56,7 +54,7 @@ def main(args: Namespace) -> None:
     kept.to_parquet(output / TRAIN_FILE)
     content: dict[str, Any] = {"sources": sources, "counts": count_reasons(dropped)}
     content |= {"rows": len(rows), "kept": len(kept), "dropped": dropped}
-    write_text(output / REPORT_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_json(output / REPORT_FILE, content)
     print_cleaning(len(rows), dropped)
     if not kept:
         raise ValueError(f"output={str(output)!r}: no row is left, and {REPORT_FILE} there says why.")

@@ -10,10 +10,9 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..data.arithmetic import arithmetic_dataset
-from ..data.benchmarks import PUBLISHED, load_benchmark
 from ..data.cleaning import clean, print_cleaning
-from ..data.dapo import load_dapo
 from ..data.prompts import BOXED_INSTRUCTION, Prompt, describe_counts, load_prompts, load_rows, make_prompt
+from ..data.sources import PUBLISHED, load_benchmark, load_dapo
 from ..grading.rewards import REWARDS
 from .own_arguments import DataArguments
 

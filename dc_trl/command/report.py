@@ -9,7 +9,7 @@ To compare several runs, use the tracker that report_to names (trackio, W&B).
 from argparse import Namespace
 from pathlib import Path
 
-from ..records.page import write_page
+from ..records.page import write_report
 from ..records.runs import read_run
 from ..records.verdict import verdict_of
 from ..settings.command_line import OptionParser
@@ -30,6 +30,6 @@ def make_parser() -> OptionParser:
 @subcommand(make_parser)
 def main(args: Namespace) -> None:
     run = read_run(args.run)
-    page = write_page(run, args.output or Path(args.run, PAGE), args.title)
+    page = write_report(run, args.output or Path(args.run, PAGE), args.title)
     print(*verdict_of(run).lines, sep="\n")
     print(f"wrote {page}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..quantization.schemes import SERVED_SCHEMES
 from ..serving.errors import ServerError
 from ..settings.command_line import OptionParser, add_model, say
-from ..settings.ranges import ABOVE_0, COUNT, PORT, require_numbers
+from ..settings.fields import ABOVE_0, COUNT, PORT, require_numbers
 from . import subcommand
 
 

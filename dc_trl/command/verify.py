@@ -48,8 +48,7 @@ def verify(url: str, directory: Path) -> bool:
     """
     # They take seconds, which --help does not need.
     from ..calibration import CalibrationSettings
-    from ..calibration.served import compare_hashes
-    from ..calibration.watching import look
+    from ..calibration.live_server import compare_hashes, look
     from ..quantization.contract import broken_terms, read_contract, read_tensors
     from ..sampling.replica import Replica
     from ..sampling.seeded import Disclosed

@@ -10,17 +10,16 @@ The exit code is 1 as soon as δ̄ is not known to be at most --fail_above, 0 af
 begin or fails.
 """
 
-import json
 import time
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..calibration.result import CalibrationSettings
-from ..files import append_text
+from ..files import append_json
 from ..serving.errors import ServerRefusedError, ServerUnavailableError
 from ..settings.command_line import OptionParser, add_fields, say, saying_if_slow
-from ..settings.ranges import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
+from ..settings.fields import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
 from . import subcommand
 from .own_arguments import TRAIN_DTYPES, add_prompts
 
@@ -28,7 +27,7 @@ from .own_arguments import TRAIN_DTYPES, add_prompts
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from ..calibration.watching import Checkpoint
+    from ..calibration.live_server import Checkpoint
     from ..sampling.seeded import Disclosed
 
 WATCH_FILE = "watch.jsonl"
@@ -64,7 +63,7 @@ def main(args: Namespace) -> int:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from ..calibration.watching import look, newest_checkpoint
+    from ..calibration.live_server import look, newest_checkpoint
     from ..data.prompts import tokenize
     from ..sampling.seeded import Disclosed
     from ..serving.connection import Connection, Deadline, Patience
@@ -116,8 +115,7 @@ def main(args: Namespace) -> int:
         age = time.time() - newest.written
         say(_line(newest, age, server, numbers))
         record = {"time": time.time(), "checkpoint": str(newest.path), "step": newest.step, "age": age}
-        line = json.dumps(record | server._asdict() | numbers, ensure_ascii=False)
-        append_text(args.output / WATCH_FILE, f"{line}\n")
+        append_json(args.output / WATCH_FILE, record | server._asdict() | numbers)
         if tracker is not None:
             tracker.log({f"watch/{name}": value for name, value in numbers.items()}, step=looks)
         # NaN is not known to be low.

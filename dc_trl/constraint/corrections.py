@@ -24,7 +24,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from ..sampled_tokens import LOG_RATIO_BOUND, SampledTokens, trajectory_mean
-from ..settings.users_function import resolve
+from ..settings.fields import resolve
 from .settings import ConstraintSettings, parts_of
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..sampled_tokens import bounded_log_ratio, detached, trajectory_mean
-from ..settings.ranges import require_choice
+from ..settings.fields import require_choice
 from .settings import Level, Measure, Reduction
 
 

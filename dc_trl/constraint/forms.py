@@ -24,7 +24,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from ..sampled_tokens import SampledTokens, bounded_log_ratio
-from ..settings.users_function import resolve
+from ..settings.fields import resolve
 from .discrepancy import discrepancy_penalty, signed_discrepancy, token_discrepancy
 from .settings import ConstraintSettings, Measure
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-from ..settings.ranges import FINITE, Range, require_number
+from ..settings.fields import FINITE, Range, require_number
 from .settings import ConstraintSettings
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..settings.command_line import unknown_field
-from ..settings.fields import require_fields, setting
+from ..settings.fields import AT_LEAST_0, COUNT, UNIT, Range, require_fields, require_number, setting
 from ..settings.neutral_sampling import SAMPLING_FIELDS, restrictions, truncations
-from ..settings.ranges import AT_LEAST_0, COUNT, UNIT, Range, require_number
 from ..settings.recipes import UNCONSTRAINED, fill_in
 
 

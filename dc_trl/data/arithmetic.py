@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from datasets import Dataset
 
-from ..settings.ranges import COUNT, require_choice, require_number
+from ..settings.fields import COUNT, require_choice, require_number
 from .prompts import chat_prompt
 
 

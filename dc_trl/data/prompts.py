@@ -114,7 +114,7 @@ def load_prompts(
             counts["with the answer at the end of the prompt"] += 1
         elif graded and not is_gradable(Gold(answer or "", **compared)):
             counts["without a gold answer that can be parsed"] += 1
-        elif max_prompt_length is not None and prompt_length(prompt, tokenizer) > max_prompt_length:
+        elif max_prompt_length is not None and len(tokenize([prompt], tokenizer)[0]) > max_prompt_length:
             counts[f"with a prompt of more than {max_prompt_length} tokens"] += 1
         else:
             kept.append({"prompt": prompt, "answer": answer, **{name: row[name] for name in others}})
@@ -273,8 +273,3 @@ def tokenize(
         list(prompts), add_generation_prompt=True, return_dict=True, **chat_template_kwargs
     )
     return encoded["input_ids"]
-
-
-def prompt_length(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of tokens of a prompt, those of the chat template included."""
-    return len(tokenize([prompt], tokenizer)[0])

@@ -1,6 +1,6 @@
 """Evaluation of a policy on benchmarks as it is deployed: avg@k, pass@k and maj@k.
 
-Commands and callbacks import it; it asks engines of its own, and needs no trainer.
+The commands import it; it asks engines of its own, and needs no trainer.
 """
 
 from .benchmarking import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts

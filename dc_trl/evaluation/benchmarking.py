@@ -7,21 +7,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..data.benchmarks import BENCHMARKS, load_benchmark, parse_benchmark
 from ..data.prompts import BOXED_INSTRUCTION, make_prompt, tokenize
+from ..data.sources import BENCHMARKS, load_benchmark, parse_benchmark
 from ..files import set_aside
 from ..grading import Gold, Grader
 from ..records.estimators import macro_estimate
 from ..sampling.engine_names import Sampling
 from ..sampling.seeded import Completion, Engine, Request, sample_seed
-from ..settings.ranges import COUNT, require_number
+from ..settings.fields import COUNT, require_number
 from .results import Evaluation, benchmark_result
 from .samples import Sample, SampleStore
 
@@ -46,7 +46,7 @@ class Benchmark:
         """Load a benchmark.
 
         Args:
-            word: NAME, a key of `dc_trl.data.benchmarks.BENCHMARKS`, or NAME=FILE to read a local file.
+            word: NAME, a key of `dc_trl.data.sources.BENCHMARKS`, or NAME=FILE to read a local file.
             samples: k; by default that of the papers (32 or 4).
             limit: keeps only so many of the first problems.
 
@@ -107,8 +107,7 @@ def evaluate(
     output_dir = Path(output_dir)
     record = {"model": model, "scheme": scheme, **sampling._asdict(), "seed": seed, **(settings or {})}
     stores: dict[str, SampleStore] = {}
-    golds: dict[str, dict[str, Gold]] = {}
-    missing: list[tuple[str, str, int, Request]] = []  # benchmark, problem, number of the sample
+    missing: list[_Missing] = []
     for benchmark in benchmarks:
         name = benchmark.name
         prompts = tokenize_prompts(benchmark, tokenizer, chat_template_kwargs or {})
@@ -118,38 +117,20 @@ def evaluate(
                 f"takes for prompt and answer, {engine.max_length}: raise max_model_len if the model allows it, or "
                 "leave the benchmark out."
             )
-        golds[name] = benchmark.golds()
+        golds = benchmark.golds()
         limits = [min(sampling.max_tokens, engine.max_length - len(ids)) for ids in prompts.values()]
-        asked = json.dumps([prompts, limits, [astuple(gold) for gold in golds[name].values()]])
+        asked = json.dumps([prompts, limits, [astuple(gold) for gold in golds.values()]])
         digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
         stores[name] = store = SampleStore(output_dir / name, record | {"problems": digest})
         missing += [
-            (name, problem, number, Request(ids, sample_seed(seed, problem, number)))
+            _Missing(store, problem, number, golds[problem], Request(ids, sample_seed(seed, problem, number)))
             for problem, ids in prompts.items()
             for number in range(benchmark.samples)
             if (problem, number) not in store.samples
         ]
-    finished: list[tuple[int, Completion]] = []
-
-    def keep() -> None:
-        asked = [missing[position] for position, _ in finished]
-        of = [golds[name][problem] for name, problem, _, _ in asked]
-        verdicts = grader.grade([completion.text for _, completion in finished], of)
-        for (name, problem, number, request), (_, completion), verdict in zip(asked, finished, verdicts, strict=True):
-            own = verdict.answer, verdict.correct, verdict.failure
-            stores[name].add(Sample(problem, number, request.seed, *completion, *own))
-        finished.clear()
-
     bar = tqdm(total=len(missing), unit="sample", desc=f"{model} {scheme}", disable=not progress)
     with Grader(grading_processes) as grader, bar:
-        try:
-            for item in engine.sample([request for *_, request in missing], sampling):
-                finished.append(item)
-                if len(finished) >= _TOGETHER:
-                    keep()
-                bar.update()
-        finally:
-            keep()  # also what an engine sampled before it failed
+        _answer(missing, engine, sampling, grader, bar)
     results = {
         each.name: benchmark_result(each.name, each.rows["id"], each.samples, stores[each.name].samples)
         for each in benchmarks
@@ -163,6 +144,38 @@ def evaluate(
         logger.warning(f"{file} has other benchmarks and is kept as {set_aside([file])[file].name}.")
     evaluation.save(file)
     return evaluation
+
+
+class _Missing(NamedTuple):
+    """A sample that is still to be drawn, and where it goes."""
+
+    store: SampleStore
+    problem: str
+    number: int
+    gold: Gold
+    request: Request
+
+
+def _answer(missing: Sequence[_Missing], engine: Engine, sampling: Sampling, grader: Grader, bar: tqdm) -> None:
+    """Sample, grade and store what is missing; also what an engine sampled before it failed."""
+    finished: list[tuple[_Missing, Completion]] = []
+    try:
+        for position, completion in engine.sample([each.request for each in missing], sampling):
+            finished.append((missing[position], completion))
+            if len(finished) >= _TOGETHER:
+                _store(finished, grader)
+            bar.update()
+    finally:
+        _store(finished, grader)
+
+
+def _store(finished: list[tuple[_Missing, Completion]], grader: Grader) -> None:
+    """Grade and store what has finished, and empty the list."""
+    verdicts = grader.grade([completion.text for _, completion in finished], [each.gold for each, _ in finished])
+    for (each, completion), verdict in zip(finished, verdicts, strict=True):
+        of_answer = verdict.answer, verdict.correct, verdict.failure
+        each.store.add(Sample(each.problem, each.number, each.request.seed, *completion, *of_answer))
+    finished.clear()
 
 
 def tokenize_prompts(

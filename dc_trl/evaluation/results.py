@@ -1,6 +1,5 @@
 """Results of an evaluation by benchmark and over all: saved, loaded, compared with others, and shown."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..files import read_object, write_text
+from ..files import read_object, write_json
 from ..records.estimators import Difference, Estimate, majority_at_k, mean_estimate, paired_difference, pass_at_k
 from ..records.tables import TableRows, percent, print_table, verdict, with_error
 from ..version import DOCS
@@ -59,7 +58,7 @@ class Evaluation:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the evaluation as JSON."""
-        write_text(Path(path), json.dumps(asdict(self), indent=2) + "\n")
+        write_json(Path(path), asdict(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Evaluation":

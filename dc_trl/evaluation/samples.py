@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import append_text, read_object, read_text, write_text
+from ..files import append_json, read_object, read_text, write_json, write_text
 
 
 SETTINGS_FILE, SAMPLES_FILE = "settings.json", "samples.jsonl"
@@ -47,13 +47,13 @@ class SampleStore:
 
     def add(self, sample: Sample) -> None:
         """Store a sample; when this returns it is in the file."""
-        append_text(self.folder / SAMPLES_FILE, json.dumps(sample._asdict()) + "\n")
+        append_json(self.folder / SAMPLES_FILE, sample._asdict())
         self.samples[sample.id, sample.sample] = sample
 
     def _require_same(self, settings: dict[str, Any]) -> None:
         path = self.folder / SETTINGS_FILE
         if not path.exists():
-            write_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+            write_json(path, settings)
             return
         begun = read_object(path)
         for name in begun | settings:

@@ -2,12 +2,17 @@
 
 Not by a library: multiprocessing, and with it pebble, starts workers that import the user's script again (and PyTorch,
 which is larger than the limit of memory).
+
+A worker reads one line of JSON ([answer, fields of the gold]) and writes one ([correct, answer], or a string: the
+exception that grading raised); first a line that says it is ready. It ends when its input is closed. It dies of what
+an answer does to it: out of memory, or SIGALRM after its seconds.
 """
 
 import json
 import logging
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -18,13 +23,14 @@ from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 
-from .answers import Gold, Verdict
+from .answers import Gold, Verdict, try_to_grade
 from .text import MAX_ANSWER, extract_answer, squash
 
 
 logger = logging.getLogger(__name__)
 
-OUT_OF_MEMORY = 3  # exit code of a worker
+_OUT_OF_MEMORY = 3  # exit code of a worker
+_WORK = "from dc_trl.grading.pool import work; work()"  # what its process runs
 
 _Job = tuple[str, Gold]
 
@@ -37,7 +43,7 @@ class _Worker:
         path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             # -P: a user's json.py in the working directory is not ours to import. One thread: there is a pool.
-            [sys.executable, "-P", "-m", "dc_trl.grading.worker", str(memory_limit), str(time_limit)],
+            [sys.executable, "-P", "-c", _WORK, str(memory_limit), str(time_limit)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -55,7 +61,7 @@ class _Worker:
         if line := self._ask(json.dumps([job[0], astuple(job[1])]) + "\n"):
             reply = json.loads(line)
             return reply if isinstance(reply, str) else Verdict(*reply)
-        return {-signal.SIGALRM: "time", OUT_OF_MEMORY: "memory"}.get(self.process.wait(), "crash")
+        return {-signal.SIGALRM: "time", _OUT_OF_MEMORY: "memory"}.get(self.process.wait(), "crash")
 
     def _ask(self, question: str = "") -> str:
         """Write a question, and return the line that answers it; "" where the process has ended."""
@@ -150,3 +156,29 @@ class Grader:
         message = "Grading %.80r against %.80r failed (%s). The answer counts as wrong, and in `Grader.failures`."
         logger.log(level, message, job[0], job[1].answer, reason)
         return Verdict(False, squash(job[0]), kind)
+
+
+def work() -> None:
+    """Grade what the standard input brings; the arguments are the limits of memory, bytes, and of time, seconds."""
+    memory_limit, seconds = int(sys.argv[1]), float(sys.argv[2])
+    # What libraries print must not be read as verdicts, and what a hostile answer makes them print helps nobody.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, sys.stdout.fileno())
+    # Whoever started us may have had the alarm ignored or blocked, and nothing else ends a late answer.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    if sys.platform == "linux":  # elsewhere the address space cannot be limited
+        resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
+    try_to_grade("\\sqrt{3}", Gold("\\frac{3}{\\sqrt{3}}"))  # the parser builds its tables once
+    os.dup2(silence, sys.stderr.fileno())
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:
+        answer, fields = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            reply = json.dumps(try_to_grade(answer, Gold(*fields)))
+        except MemoryError:
+            os._exit(_OUT_OF_MEMORY)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(reply, file=replies, flush=True)

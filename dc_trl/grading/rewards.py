@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..settings.users_function import import_function
+from ..settings.fields import import_function
 from . import GRADING_COLUMNS, Gold, Grader, gold_answer
 from .checked_reward import RewardFunction
 from .text import last_box

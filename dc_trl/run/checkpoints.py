@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..files import read_object, replace_folder_link, write_text
+from ..files import read_object, replace_folder_link, write_json
 from ..records.clock import OTHER
-from .interruption import way_back
-from .manifest import STATE_FILE, checkpoints, write_manifest
+from .manifest import STATE_FILE, checkpoints, way_back, write_manifest
 from .soundness import Soundness
 
 
@@ -155,7 +154,7 @@ class Checkpoints(TrainerCallback):
                 "micro_batches_per_iteration": trainer.micro_batches_per_generation,
                 "num_processes": trainer.accelerator.num_processes,
             }
-            write_text(Path(folder, STATE_FILE), json.dumps(of_run, indent=2))
+            write_json(Path(folder, STATE_FILE), of_run)
         # No old checkpoint is removed before the new one is completely on the disk.
         limit, args.save_total_limit = args.save_total_limit, None
         try:

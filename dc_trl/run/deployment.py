@@ -1,4 +1,4 @@
-"""`Deployment`: writes the policy as it is deployed, for `vllm serve`."""
+"""Writes the policy as it is deployed, for `vllm serve`: at the end of a run, and in every checkpoint on request."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..files import set_aside
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import base_model, unwrapped
+from ..quantization.schemes import require_served_scheme
 from ..quantization.tensors import deployed_tensors, policy_tensors, require_merged_form
 from ..records.estimators import recent_mean
 from ..records.runs import DEPLOYMENT_FOLDER, Run
@@ -85,3 +88,31 @@ class Deployment:
             "discrepancy": recent_mean(history.series("discrepancy/mean").values),
             "k3_kl": recent_mean(history.series("discrepancy/k3_kl").values),
         }
+
+
+class DeploymentCheckpointCallback(TrainerCallback):
+    """Keeps the policy as it is deployed in every checkpoint, as `deployment/`: what `vllm serve` takes.
+
+    It is in `deployment_scheme`, or else bf16, and costs the disk of a whole model each time. At the end of training
+    the policy goes to `deployment/` in the output directory too, where the trainer does not export it by itself
+    (`export_run`). It is the checkpoint that a server is synchronized with (`weight_sync="checkpoint"`), byte for
+    byte; with frozen weights, the same tensors in other files.
+
+    Args:
+        trainer ([`DCGRPOTrainer`]): trainer whose policy is kept.
+
+    Raises:
+        ValueError: no engine serves `deployment_scheme`.
+    """
+
+    def __init__(self, trainer: Any):
+        require_served_scheme(trainer.args.deployment_scheme or "bf16")
+        self._trainer = trainer
+
+    def on_save(self, args, state, control, **kwargs):
+        checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self._trainer.save_deployment(checkpoint / DEPLOYMENT_FOLDER)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if not args.exports_deployment:
+            self._trainer.save_deployment(Path(args.output_dir, DEPLOYMENT_FOLDER))

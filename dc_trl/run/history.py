@@ -1,6 +1,7 @@
-"""Writes settings, history, figure and some completions of a run while it trains."""
+"""What a training tells of itself: settings, history, figure and some completions in files, and its printed logs."""
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
-from ..files import append_text, read_text, set_aside, write_text
+from ..files import append_json, read_text, set_aside, write_text
 from ..quantization.policy import base_model
-from ..records.changed_settings import changed_settings, json_value
 from ..records.runs import (
     DEPLOYMENT_FOLDER,
     ENDED,
@@ -22,6 +22,8 @@ from ..records.runs import (
     HISTORY_FILE,
     SETTINGS_FILE,
     SUMMARY_FILE,
+    changed_settings,
+    json_value,
     read_history,
 )
 
@@ -88,13 +90,13 @@ class HistoryCallback(TrainerCallback):
         row: dict[str, Any] = {"step": state.global_step}
         row |= {name: value for name, value in (logs or {}).items() if value is None or isinstance(value, int | float)}
         with _unless_it_fails():
-            append_text(self._history, json.dumps(row) + "\n")
+            append_json(self._history, row)
 
     def ended(self, step: int, what: str) -> None:
         """Record what ends the run, on the main process."""
         if self._history is not None:
             with _unless_it_fails():
-                append_text(self._history, json.dumps({"step": step, f"{ENDED}{what}": 1.0}) + "\n")
+                append_json(self._history, {"step": step, f"{ENDED}{what}": 1.0})
 
     def on_save(self, args, state, control, **kwargs):
         if time.monotonic() >= self._draws_from:
@@ -106,7 +108,7 @@ class HistoryCallback(TrainerCallback):
             return
         began = time.monotonic()
         with _unless_it_fails():
-            from ..records.panels import plot_run  # imports matplotlib, which takes a second
+            from ..records.figures import plot_run
 
             plot_run(state.log_history, self._history.with_name(FIGURE_FILE), self._history.parent.name)
         self._draws_from = time.monotonic() + 100 * (time.monotonic() - began)
@@ -119,3 +121,31 @@ def _unless_it_fails() -> Iterator[None]:
         yield
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         logger.warning(f"The run goes on without a part of its records: {error}")
+
+
+# --- what is printed of each log; transformers gives each callback the same one, so history and trackers get all of it
+
+
+# Our metrics, in an evaluation too, without the five that are printed.
+_LEFT_OUT = re.compile(
+    r"(eval_(\w+_)?)?(discrepancy(_truncated)?|lagrangian|correction|sync|overlap|routing|time)/"
+    r"(?!(mean|k3_kl|lag_k3_kl|lambda|age)$)"
+)
+
+
+class _Brief(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        shown = {name: value for name, value in (logs or {}).items() if not _LEFT_OUT.match(name)}
+        super().on_log(args, state, control, logs=shown, **kwargs)
+
+
+class BriefPrinter(_Brief, PrinterCallback):
+    """Transformers' printed line for each log, with fewer metrics."""
+
+
+class BriefProgress(_Brief, ProgressCallback):
+    """Transformers' progress bar, with fewer metrics in the lines above it."""
+
+
+# Transformers' callbacks, which it adds to a trainer by their classes, and what is added in their place.
+BRIEF: Mapping[Any, Any] = {PrinterCallback: BriefPrinter, ProgressCallback: BriefProgress}

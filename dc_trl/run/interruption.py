@@ -1,7 +1,6 @@
 """Signals that end a run: it finishes its step, saves a checkpoint, and exits with the signal's exit code."""
 
 import os
-import shlex
 import signal
 import sys
 import time
@@ -13,7 +12,7 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from ..serving.background import abandon_requests, allow_requests, in_thread
-from .manifest import checkpoint_defect, checkpoints
+from .manifest import way_back
 
 
 # Ctrl-C, and those that ask a program to end: a job system's, a closed terminal's, and SLURM's warning of the time.
@@ -127,14 +126,3 @@ def _write(signum: int, what: str) -> None:
     """Write to stderr, from the first process of a launch; the main thread may be using print's buffer."""
     if os.environ.get("RANK", "0") == "0":
         os.write(sys.stderr.fileno(), f"\n{signal.Signals(signum).name}: {what}\n".encode())
-
-
-def way_back(output_dir: str, step: int) -> str:
-    """Return how to go on with a run that has come to a step, from the newest whole checkpoint of its directory."""
-    for saved, folder in checkpoints(output_dir).items():
-        if checkpoint_defect(folder, contents=False) is None:
-            command = f"the same command with --output_dir {shlex.quote(output_dir)} --resume_from_checkpoint true"
-            up_to = "" if saved == step else f" up to step {saved}"
-            return f"The run is saved{up_to}: go on with resume_from_checkpoint={str(folder)!r}, or {command}."
-    lost = "No step had ended, so nothing is lost" if step == 0 else "There is no checkpoint"
-    return f"{lost}: the same command begins again."

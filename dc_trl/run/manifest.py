@@ -5,8 +5,8 @@ checkpoint. The hashes find damage, not forgery: XXH3 is faster than any disk.
 """
 
 import hashlib
-import json
 import re
+import shlex
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -18,9 +18,9 @@ from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from ..files import read_object, set_aside, sync_to_disk, write_bytes
+from ..files import read_object, set_aside, sync_to_disk, write_json
 from ..records.runs import DEPLOYMENT_FOLDER, STEP, TRAINER_STATE_FILE
-from ..settings.ranges import Range
+from ..settings.fields import Range
 
 
 STATE_FILE = "dc_grpo_state.json"
@@ -151,6 +151,17 @@ def checkpoint_defect(folder: Path, contents: bool = True) -> str | None:
     return None
 
 
+def way_back(output_dir: str, step: int) -> str:
+    """Return how to go on with a run that has come to a step, from the newest whole checkpoint of its directory."""
+    for saved, folder in checkpoints(output_dir).items():
+        if checkpoint_defect(folder, contents=False) is None:
+            command = f"the same command with --output_dir {shlex.quote(output_dir)} --resume_from_checkpoint true"
+            up_to = "" if saved == step else f" up to step {saved}"
+            return f"The run is saved{up_to}: go on with resume_from_checkpoint={str(folder)!r}, or {command}."
+    lost = "No step had ended, so nothing is lost" if step == 0 else "There is no checkpoint"
+    return f"{lost}: the same command begins again."
+
+
 def write_manifest(folder: Path) -> None:
     """Write the manifest of a checkpoint, all of whose files are written: what resuming reads, with sizes and hashes.
 
@@ -166,8 +177,7 @@ def write_manifest(folder: Path) -> None:
     for path in [*files, *{path.parent for path in files}]:
         sync_to_disk(path)
     listed = {str(path.relative_to(folder)): {"size": path.stat().st_size, "xxh3": _hash(path)} for path in files}
-    text = json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
-    write_bytes(folder / MANIFEST_FILE, text.encode(), durable=True)
+    write_json(folder / MANIFEST_FILE, {"files": listed}, durable=True)
     sync_to_disk(folder.parent)  # this folder holds the checkpoint's own name
 
 

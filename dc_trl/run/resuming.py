@@ -14,7 +14,6 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from datasets import IterableDataset
 from peft import PeftModel
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Sampler
 from transformers import Trainer
@@ -113,28 +112,16 @@ def given_rates(scheduler: LRScheduler | AcceleratedScheduler, checkpoint: str |
     PyTorch's schedulers and optimizers restore the rates of the checkpoint, so that a lower `learning_rate`, the first
     remedy for a run that went wrong, would have no effect.
     """
-    rates = _base_rates(scheduler)
-    yield
-    if checkpoint is not None:
-        _use_base_rates(scheduler, rates)
-
-
-def _base_rates(scheduler: LRScheduler | AcceleratedScheduler) -> list[float | Tensor]:
-    """Return the learning rate of each parameter group before it is scheduled; none where DeepSpeed schedules."""
     inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+    # DeepSpeed's own schedulers have no base rates, nor has one that follows the loss.
     has_rates = isinstance(inner, LRScheduler) and not isinstance(inner, ReduceLROnPlateau)
-    return list(inner.base_lrs) if has_rates else []
-
-
-def _use_base_rates(scheduler: LRScheduler | AcceleratedScheduler, rates: list[float | Tensor]) -> None:
-    """Schedule these rates, of `_base_rates` before a checkpoint was loaded, in place of those that it has brought."""
-    inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
-    saved = _base_rates(inner)
-    if saved == rates:
+    given = list(inner.base_lrs) if has_rates else []
+    yield
+    if checkpoint is None or not has_rates or inner.base_lrs == given:
         return
-    for group, old, new in zip(inner.optimizer.param_groups, saved, rates, strict=True):
+    saved, inner.base_lrs = inner.base_lrs, given
+    for group, old, new in zip(inner.optimizer.param_groups, saved, given, strict=True):
         group["lr"] = group["lr"] / old * new if old else new
         group["initial_lr"] = new
-    inner.base_lrs = rates
     inner._last_lr = [group["lr"] for group in inner.optimizer.param_groups]  # what is logged
-    logger.warning(f"learning_rate={rates[0]:g} from here on: the checkpoint was trained at {saved[0]:g}.")
+    logger.warning(f"learning_rate={given[0]:g} from here on: the checkpoint was trained at {saved[0]:g}.")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..quantization.policy import not_finite
-from .interruption import way_back
+from .manifest import way_back
 
 
 # Optimizer steps in a row that may be left out. A loss scale, which begins at 2^16, is halved in each: 2^-16 is left.

@@ -1,4 +1,4 @@
-"""What a user writes: fields with their ranges, rules between them, files, command lines, names of models.
+"""What a user writes: fields with their ranges, rules between them, command lines, paths, names of models.
 
-Everything above may import it; it imports files alone.
+Everything above may import it; it imports `secrets` and `version` alone.
 """

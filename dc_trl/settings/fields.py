@@ -6,13 +6,16 @@ TRL and transformers declare their fields without ranges: `TRL_ALLOWED` adds wha
 first rollout, or never.
 """
 
+import inspect
 import json
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
+from importlib import import_module
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -20,7 +23,67 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from ..secrets import require_open_address
 from ..version import DOCS
 from .paths import require_folder
-from .ranges import ABOVE_0, AT_LEAST_0, COUNT, PORT, SEED, SHARE, UNIT, WHOLE, Range, require_choice, require_number
+
+
+# --- the numbers and the words that a setting may be
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `least`, or above `above`, to `most`; by default without a bound."""
+
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    whole: bool = False  # allow whole numbers alone
+    infinite: bool = False  # allow +∞ too
+
+    def allows(self, value: Any) -> bool:
+        """Return whether the value is a number of this range."""
+        if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
+            return False
+        number: Any = value
+        finite = self.infinite or number < math.inf
+        return finite and self.above < number and self.least <= number <= self.most  # which NaN is not
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number" if self.infinite else "a finite number"
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most}
+        return ", ".join([kind, *(f"{word} {bound}" for word, bound in bounds.items() if abs(bound) < math.inf)])
+
+
+COUNT = Range(least=1, whole=True)
+WHOLE = Range(least=0, whole=True)
+FINITE = Range()
+AT_LEAST_0 = Range(least=0)
+ABOVE_0 = Range(above=0)
+SHARE = Range(above=0, most=1)
+UNIT = Range(least=0, most=1)
+PORT = Range(least=1, most=65535, whole=True)
+SEED = Range(least=0, most=2**32 - 1, whole=True)
+
+
+def require_choice(name: str, value: object, choices: Any) -> None:
+    """Refuse a setting whose value is none of the choices, a `Literal` or the values themselves."""
+    options = get_args(choices) or tuple(choices)
+    if value not in options:
+        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, options))}.")
+
+
+def require_number(name: str, value: Any, allowed: Range) -> None:
+    """Refuse a setting that is no number of its range."""
+    if not allowed.allows(value):
+        raise ValueError(f"{name}={value!r} is invalid: use {allowed}.")
+
+
+def require_numbers(settings: Any, allowed: Mapping[str, Range]) -> None:
+    """Refuse attributes of an object that are out of their ranges, which are given by name; None is passed over."""
+    for name, range_ in allowed.items():
+        if (value := getattr(settings, name)) is not None:
+            require_number(name, value, range_)
+
+
+# --- the fields
 
 
 # What fields of TRL and transformers may be that a run would otherwise meet once its engine is up, or never.
@@ -133,10 +196,14 @@ def require_fields(settings: Any, of: type | None = None) -> None:
             raise ValueError(f"{name}={value!r} is invalid: use True or False.")
 
 
+def kinds_of(hint: Any) -> tuple[Any, ...]:
+    """Return the types of which a value may have one."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
 def _require_type(name: str, value: Any, hint: Any) -> None:
     """Refuse a value of another type than a field of text, truth values, numbers or lists of them declares."""
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kinds = [get_origin(part) or part for part in parts]
+    kinds = [get_origin(part) or part for part in kinds_of(hint)]
     if all(kind in _OF_TYPES for kind in kinds) and not any(isinstance(value, _OF_TYPES[kind][1]) for kind in kinds):
         wanted = " or ".join(_OF_TYPES[kind][0] for kind in kinds)
         raise ValueError(f"{name}={value!r} has the type {type(value).__name__}: use {wanted}.")
@@ -163,3 +230,43 @@ def values_named(settings: Any) -> Iterator[None]:
             f"{field.name}={getattr(settings, field.name)!r}" for field in fields(settings) if field.name in words
         ]
         raise ValueError(f"{', '.join(named)}: {' '.join(str(error).split())}".removeprefix(": ")) from error
+
+
+# --- functions of a user's own that a setting names: a reward, a form of the constraint, a correction
+
+
+def import_function(setting: str, module: str, function: str, remedy: str) -> Callable[..., Any]:
+    """Return a function of a module that Python can import.
+
+    Raises:
+        ValueError: there is no such module or function; the message begins with `setting` and ends with `remedy`.
+    """
+    try:
+        found = getattr(import_module(module), function, None)
+    except (ImportError, SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f"{setting}: the module {module!r} cannot be imported ({error}): {remedy}.") from error
+    if not callable(found):
+        raise ValueError(f"{setting}: {module} has no function {function!r}: {remedy}.")
+    return found
+
+
+def resolve(field: str, name: str, registered: Mapping[str, Callable[..., Any]], **arguments: Any) -> Any:
+    """Return the function that a setting names: a registered one, or `module:function` of the user's.
+
+    Raises:
+        ValueError: the name is unknown, or the function cannot be called with the sampled tokens and `arguments`.
+    """
+    module, colon, function_name = name.rpartition(":")
+    if not colon and name not in registered:
+        names = ", ".join(map(repr, registered))
+        raise ValueError(f"{field}={name!r} is unknown: choose one of {names}, or name a function, 'module:function'.")
+    remedy = "correct the name, or install the module"
+    function = import_function(f"{field}={name!r}", module, function_name, remedy) if colon else registered[name]
+    try:
+        inspect.signature(function).bind(None, **arguments)
+    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+        raise ValueError(
+            f"{field}={name!r} is called as {function_name}({', '.join(['tokens', *arguments])}), which it does not "
+            f"take ({error}): give it these parameters, or leave their settings out."
+        ) from error
+    return function

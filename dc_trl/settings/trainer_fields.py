@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from .fields import setting
-from .ranges import ABOVE_0, AT_LEAST_0, COUNT, WHOLE
+from .fields import ABOVE_0, AT_LEAST_0, COUNT, WHOLE, setting
 from .recipes import Recipe
 
 

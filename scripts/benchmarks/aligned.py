@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.calibration.result import CalibrationSettings
-from dc_trl.calibration.rollouts import sample_rollouts
-from dc_trl.calibration.scoring import train_logps
-from dc_trl.callbacks.greedy import greedy_rewards
+from dc_trl.calibration.rollouts import sample_rollouts, train_logps
+from dc_trl.callbacks.before_and_after import greedy_rewards
 from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.deployed_forward import DeployedForward

@@ -4,7 +4,7 @@ import random
 
 from dc_trl.data.arithmetic import Problem, Split
 from dc_trl.grading.rewards import completion_text
-from dc_trl.settings.ranges import require_choice
+from dc_trl.settings.fields import require_choice
 
 
 FIRST, LAST = 1000, 9900  # numbers to count on from; with fewer than 100 more, all have four digits

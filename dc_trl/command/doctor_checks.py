@@ -1,7 +1,8 @@
-"""What the doctor tries, each in a process of its own: `python -m dc_trl.doctor.smoke EVENTS CHECK SETUP`.
+"""What the doctor tries, each in a process of its own: `python -m dc_trl.command.doctor_checks EVENTS CHECK SETUP`.
 
-CHECK and SETUP are JSON, see `run.Check` and `run.Setup`. EVENTS is a file that gets a line of JSON for each part of
-what a check has found, and one for its end. The end of the standard input, that is, of the doctor, ends the process.
+CHECK and SETUP are JSON, see `doctor.Check` and `doctor.Setup`. EVENTS is a file that gets a line of JSON for each
+part of what a check has found, and one for its end. The end of the standard input, that is, of the doctor, ends the
+process.
 Libraries are imported where they are used: a check must say what it can where others are missing or broken.
 """
 
@@ -20,9 +21,9 @@ from typing import Any
 
 import psutil
 
-from ..files import append_text
+from ..files import append_json
 from ..settings.command_line import leave_on_sigterm
-from .run import Check, Setup
+from .doctor import Check, Setup
 
 
 Found = Iterator[dict[str, Any]]
@@ -128,11 +129,11 @@ def main() -> None:
     end = {"status": "passed", "reason": ""}
     try:
         for found in pkgutil.resolve_name(check.probe)(setup, check.scheme):
-            append_text(events, json.dumps({"found": found}) + "\n")
+            append_json(events, {"found": found})
     except Exception as error:
         traceback.print_exc()
         end = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
-    append_text(events, json.dumps(end) + "\n")
+    append_json(events, end)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pushes a run to the Hub: which files, and what an error of the Hub means.
+"""What of a run goes to the Hub: its model card and its files; and what an error of the Hub means.
 
 transformers pushes whatever lies in the output directory except checkpoints: logs, pickles, and files of the user.
 [`HubClient`] takes the place of its client and sends the files that [`run_files`] lists by name. None of them is a
@@ -10,29 +10,114 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import httpx
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoUrl
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers import trainer as transformers_trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
-from ..files import read_text
+from ..constraint.settings import ConstraintSettings
+from ..files import read_text, write_text
 from ..quantization.contract import CONTRACT_FILE
-from ..records.runs import DEPLOYMENT_FOLDER, FIGURE_FILE, HISTORY_FILE, SETTINGS_FILE, SUMMARY_FILE
-from ..settings.paths import ADAPTER_FOLDER
+from ..records.runs import (
+    DEPLOYMENT_FOLDER,
+    FIGURE_FILE,
+    HISTORY_FILE,
+    SETTINGS_FILE,
+    SUMMARY_FILE,
+    Run,
+    outcome,
+    read_history,
+)
+from ..records.tables import markdown_table
+from ..settings.paths import ADAPTER_FOLDER, serve_line
 from ..version import __version__
-from .card import CARD_FILE
+
+
+logger = logging.get_logger(__name__)
+
+CARD_FILE = "README.md"
+# Prefixes of fields that have no effect without a constraint.
+_OF_A_CONSTRAINT = ("constraint_form", "discrepancy_tolerance", "discrepancy_margin", "dual_", "lambda_")
+_METHODS = {
+    "none": "GRPO with the discrepancy of DC-GRPO {} measured and not constrained.",
+    "static": "Dual-GRPO {}: the discrepancy is penalised with a fixed multiplier λ.",
+    "lagrangian": "DC-GRPO {}: the discrepancy is constrained with a Lagrange multiplier λ.",
+}
+_PAPER = "([arXiv 2606.08779](https://huggingface.co/papers/2606.08779))"
+_SERVE = """### Serve it as it was trained
+
+`deployment/` is the checkpoint that sampled:
+
+```bash
+hf download {repository} --include "deployment/*" --local-dir model
+{serve}
+```
+"""
+
+
+def complete_card(trainer: Trainer) -> None:
+    """Add the run to the card that TRL has written into its output directory, from the files of the run."""
+    args, folder = trainer.args, Path(trainer.args.output_dir)
+    card = ModelCard.load(folder / CARD_FILE)
+    card.data.pipeline_tag = "text-generation"
+    base = args.hub_base_model_id if isinstance(args, DCGRPOConfig) else None
+    card.data.base_model = base or card.data.base_model
+    known = f"[{base}](https://huggingface.co/{base})" if base else "a model that is not on the Hub"
+    repository = trainer.hub_model_id or "OWNER/MODEL"
+    text = card.text.replace("[None](https://huggingface.co/None)", known)
+    parts = [text.replace('model="None"', f'model="{repository}"'), "## The run"]
+    parts.append(
+        f"{_METHODS[args.constraint].format(_PAPER)} The discrepancy δ of a token is the difference between the "
+        "probabilities that the training engine and the sampling engine give it; δ̄ is its mean over a batch."
+    )
+    history = folder / HISTORY_FILE
+    if rows := outcome(Run("", read_history(history))) if history.is_file() else []:
+        parts.append(markdown_table(("", "first", "last"), rows))
+        parts.append("Greedy reward: of the deployed policy, ± one standard error over held-out problems.")
+    if (folder / FIGURE_FILE).is_file():
+        alt = "Mean reward, batch discrepancy with its tolerance, and the multiplier over the steps"
+        parts.append(f"![{alt}]({FIGURE_FILE})")
+    settings = constraint_settings(args)
+    parts.append(markdown_table(("setting", "value"), [(f"`{name}`", str(value)) for name, value in settings.items()]))
+    deployment = folder / DEPLOYMENT_FOLDER
+    if isinstance(args, DCGRPOConfig) and (deployment / "config.json").is_file():
+        line = serve_line(deployment).replace(str(deployment), f"model/{deployment.name}")
+        parts.append(_SERVE.format(repository=repository, serve=line))
+    card.text = "\n\n".join(parts)
+    write_text(folder / CARD_FILE, str(card))
+
+
+def hub_dataset(name: str | None) -> str | None:
+    """Return the name if it can be that of a data set on the Hub (OWNER/NAME and no existing path), or None."""
+    return name if name and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).exists() else None
+
+
+def constraint_settings(args: Any) -> dict[str, Any]:
+    """Return the settings of the constraint that are set and have an effect on the training.
+
+    Args:
+        args: a `DCGRPOConfig` or an `AsyncDCGRPOConfig`.
+    """
+    names = (field.name for field in fields(ConstraintSettings))
+    not_shown = _OF_A_CONSTRAINT if args.constraint == "none" else ()
+    values = {name: getattr(args, name) for name in names if not name.startswith(not_shown)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# --- its files
 
 
 # Patterns of the files that `save_pretrained` writes; of several forms of weights only safetensors. Each ? is a digit
 # of a shard's number: files are also deleted by these patterns, and a * would reach into folders.
-_WEIGHTS = (
+WEIGHTS = (
     *("model.safetensors", "adapter_model.safetensors"),
     *("model-?????-of-?????.safetensors", "model.safetensors.index.json"),
 )
@@ -40,7 +125,7 @@ _CONFIGURATIONS = ("config.json", "generation_config.json", "adapter_config.json
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _VOCABULARIES = ("vocab.*", "merges.txt", "*.model", "*.tiktoken")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
-MODEL_FILES = (*_WEIGHTS, *_CONFIGURATIONS, *_TOKENIZERS, *_VOCABULARIES, *_TEMPLATES)
+MODEL_FILES = (*WEIGHTS, *_CONFIGURATIONS, *_TOKENIZERS, *_VOCABULARIES, *_TEMPLATES)
 RUN_FILES = (CARD_FILE, HISTORY_FILE, FIGURE_FILE, SUMMARY_FILE, SETTINGS_FILE)
 
 # Files of a checkpoint that resuming does not need: pickled arguments, unfinished files, and the card that PEFT writes
@@ -49,8 +134,6 @@ _NOT_TO_RESUME = [f"*{TRAINING_ARGS_NAME}", f"*{CARD_FILE}", ".*", "*/.*"]
 # Files that may name directories of this machine, and an absolute path in JSON: a text, or what follows an option's =.
 _WITH_PATHS = ("config.json", "adapter_config.json", CONTRACT_FILE, "trainer_state.json", SETTINGS_FILE, HISTORY_FILE)
 _ABSOLUTE = re.compile(r'(?<=["=])(?:file://)?/(?:[^"/\n]+/)+([^"/\n]+)/?(?=")')
-
-logger = logging.get_logger(__name__)
 
 
 class HubError(OSError):
@@ -142,7 +225,7 @@ class HubClient:
             files, prefix = run_files(folder, self._with_deployment), ""
             # Shards of an earlier push, which may have had other names, would be loaded as the model's weights.
             replaced = [
-                *(_WEIGHTS if any(filter_repo_objects(files, allow_patterns=[*_WEIGHTS])) else ()),
+                *(WEIGHTS if any(filter_repo_objects(files, allow_patterns=[*WEIGHTS])) else ()),
                 *([f"{DEPLOYMENT_FOLDER}/*"] if self._with_deployment else []),
             ]
         else:

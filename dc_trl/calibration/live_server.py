@@ -1,10 +1,11 @@
-"""One look of `dc-trl watch`: it compares a live server with the newest checkpoint of any trainer.
+"""A live vLLM server against a checkpoint: by the hashes of its weights, or by completions that it samples.
 
-The server is asked through its public endpoints, so it needs no development mode, and the trainer is not asked at all.
+For completions it is asked through its public endpoints, so it needs no development mode; a trainer is not asked at
+all.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from ..quantization.contract import digest
 from ..records.runs import DEPLOYMENT_FOLDER
 from ..serving.connection import Connection
 from ..settings.neutral_sampling import SERVER_DEFAULTS
@@ -21,7 +23,6 @@ from .causes import disturb
 from .comparison import ScoredTokens, measure_engine
 from .result import CalibrationSettings
 from .rollouts import EngineSample, Policy, Rollout
-from .scoring import completion_log_probs
 
 
 _CONFIGS = ("config.json", "adapter_config.json")
@@ -122,15 +123,7 @@ def look(
             flips.append(tokens[int(q.argmax())] != int(row.argmax()))
     found = measure_engine(EngineSample(connection.url, "", rollouts, ()), train, len(prompts), settings)
     disturb(policy, settings.seed)  # differently in each pass
-    floors = []
-    for _ in range(passes):
-        again = [
-            _of_sampled(completion_log_probs(policy, prompts[each.prompt], each.ids, settings.bf16), each.ids)
-            for each in rollouts
-        ]
-        scored = ScoredTokens(rollouts, again, train, len(prompts), settings.measure)
-        total, count = scored.batch_discrepancy(settings.reduction)
-        floors.append(float(total.sum() / count.sum()))
+    floors = [_discrepancy_to_itself(policy, prompts, rollouts, train, settings) for _ in range(passes)]
     numbers: dict[str, float] = {}
     for key, estimate in found.estimates.items():
         numbers |= {key: estimate.value, f"{key}_low": estimate.low, f"{key}_high": estimate.high}
@@ -143,5 +136,79 @@ def look(
     }
 
 
+@torch.no_grad()
+def completion_log_probs(model: Policy, prompt: list[int], completion: list[int], bf16: bool = False) -> Tensor:
+    """Return log-probabilities of the vocabulary at each token of a completion: (tokens, vocabulary), float32, nats.
+
+    The forward reads prompt and completion as one row, under bfloat16 autocast with `bf16`. The result is on the CPU.
+    """
+    row = torch.tensor([prompt + completion], device=model.device)
+    with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):
+        logits = model(input_ids=row, use_cache=False, logits_to_keep=len(completion) + 1).logits
+    return logits[0, :-1].float().log_softmax(-1).cpu()
+
+
+def _discrepancy_to_itself(
+    policy: Policy,
+    prompts: Sequence[list[int]],
+    rollouts: Sequence[Rollout],
+    train: Sequence[Tensor],
+    settings: CalibrationSettings,
+) -> float:
+    """Return δ̄ between a policy whose layers add up in another order and `train`, what it scored before."""
+    again = [
+        _of_sampled(completion_log_probs(policy, prompts[each.prompt], each.ids, settings.bf16), each.ids)
+        for each in rollouts
+    ]
+    scored = ScoredTokens(rollouts, again, train, len(prompts), settings.measure)
+    total, count = scored.batch_discrepancy(settings.reduction)
+    return float(total.sum() / count.sum())
+
+
 def _of_sampled(log_p: Tensor, ids: list[int]) -> Tensor:
     return log_p.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+
+
+# --- hashes of the weights
+
+
+_REWRITTEN = ("weight_shape", "global_scale")  # vectors of which vLLM keeps another form
+_OTHER_RANK = re.compile(r"\btp[1-9]")  # of tensor parallelism
+# Layers of vLLM that hold several layers of a checkpoint, one below the other.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def compare_hashes(hashes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Compare the hashes of vLLM's `/weight_checker` (0.32) with the tensors of a checkpoint, both by name.
+
+    vLLM fuses layers, transposes matrices for some kernels and pads the vocabulary. Other kernels have layouts of
+    their own, and with tensor parallelism each process holds a part.
+
+    Returns:
+        Names of parameters that hold other bytes, and names that cannot be compared. A parameter can be if it is a
+        vector, or if that of another layer is found in one of the layouts.
+    """
+    unlike, known, compared = dict[str, bool](), set[str](), set[str]()
+    in_parts = any(_OTHER_RANK.search(key) for key in hashes)
+    for key, hashed in hashes.items():
+        name = key.rpartition(":")[2]  # after the process's ranks
+        fused = next((each for each in _FUSED if f".{each}." in name), None)
+        parts = [name] if fused is None else [name.replace(fused, part) for part in _FUSED[fused]]
+        unlike[key] = False  # whether it certainly holds other bytes
+        if tensors.keys() >= set(parts):
+            compared.update(parts)
+            whole = torch.cat([tensors[part] for part in parts])
+            layouts = [whole]
+            if whole.ndim == 2:
+                layouts += [whole.t(), torch.cat([whole, whole.new_zeros(-len(whole) % 64, whole.shape[1])])]
+            unlike[key] = whole.ndim == 1 and not in_parts and not name.endswith(_REWRITTEN)
+            if hashed in map(digest, layouts):
+                del unlike[key]
+                known.add(_without_numbers(key))
+    other = [key for key, certain in unlike.items() if certain or _without_numbers(key) in known]
+    others, unknown = ({key.rpartition(":")[2]: None for key in keys} for keys in (other, unlike.keys() - set(other)))
+    return list(others), sorted(unknown.keys() | tensors.keys() - compared)
+
+
+def _without_numbers(key: str) -> str:
+    return re.sub(r"\d+", "", key)
