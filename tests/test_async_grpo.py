@@ -8,8 +8,10 @@ import math
 import queue
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from datasets import Dataset
@@ -289,10 +291,10 @@ def of_versions(*versions):
     return samples
 
 
-def test_the_lag_of_each_sample_is_that_of_the_weights_that_began_it(make_trainer):
-    """By another copy of the model, with the adapters of the two steps; one micro-batch has samples of two ages."""
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=4, init_lora_weights=False)], ids=["whole", "adapter"])
+def test_the_lag_of_each_sample_is_that_of_the_weights_that_began_it(make_trainer, adapter):
+    """By another copy of the model, with the weights of the two steps; one micro-batch has samples of two ages."""
     samples = of_versions(1, 1, 1, 1, 1, 2, 3, 3, 3, 3)
-    adapter = LoraConfig(r=4, init_lora_weights=False)
     fields = {"samples": samples, "max_steps": 3, "per_device_train_batch_size": 8, "peft_config": adapter}
     fields |= {"gradient_accumulation_steps": 1, "max_staleness": 4, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(constraint="static", constraint_target="lag", **fields)
@@ -312,7 +314,7 @@ def test_the_lag_of_each_sample_is_that_of_the_weights_that_began_it(make_traine
     for sample in samples:
         mask = torch.tensor(sample.completion_mask).bool()
         by_infer_logps[tuple(torch.tensor(sample.old_log_probs)[mask].tolist())] = (sample, mask[1:])
-    policy = get_peft_model(make_model(), adapter)
+    policy = make_model() if adapter is None else get_peft_model(make_model(), adapter)
 
     def logps(step, sample, mask):
         policy.load_state_dict(weights[step])
@@ -347,11 +349,14 @@ def test_the_lag_of_each_sample_is_that_of_the_weights_that_began_it(make_traine
     assert engine[1] != whole[1]
 
 
-def test_versions_of_a_whole_model_are_not_kept(make_trainer):
+def test_versions_that_do_not_fit_into_memory_are_refused(make_trainer, monkeypatch):
+    size = sum(parameter.nbytes for parameter in make_model().parameters())
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * size))
     for fields in ({"discrepancy_split": True}, {"constraint": "static", "constraint_target": "lag"}):
         name, value = list(fields.items())[-1]
-        with refuses(ValueError, f"{name}={value!r}", "max_staleness=4", "peft_config"):
-            make_trainer(**fields)
+        with refuses(ValueError, f"{name}={value!r}", "5 versions", "max_staleness=2", "peft_config"):
+            make_trainer(max_staleness=2, **fields)
+        make_trainer(max_staleness=1, **fields)
 
 
 def test_the_correction_gets_the_age_of_each_sample(make_trainer):

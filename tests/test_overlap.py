@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.run.manifest import checkpoint_defect
-from dc_trl.sampling.overlap import BackgroundRollout
-from dc_trl.sampling.sampler import AHEAD_FILE
-from dc_trl.sampling.schedule import LookAhead
+from dc_trl.sampling.overlap import AHEAD_FILE, LookAhead
+from dc_trl.sampling.rollout_ahead import BackgroundRollout
 from dc_trl.serving.completions import EndToken, ended
 from dc_trl.serving.errors import ServerError
 

@@ -15,7 +15,7 @@ from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.thresholds import FAR, drift_warning
 from dc_trl.run.manifest import checkpoint_defect
 from dc_trl.sampling.replica import Replica
-from dc_trl.sampling.schedule import SyncSchedule
+from dc_trl.sampling.versions import SyncSchedule
 
 from . import helpers
 from .helpers import On, Rollouts, corrected_tokens, logged, make_prompts, read_json, untimed_rows

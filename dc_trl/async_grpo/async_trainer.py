@@ -13,7 +13,7 @@ weights that sampled, and clips it. None of that loss is copied here:
 An iteration is one optimizer step; its samples may have different ages. TRL's queue has the version of the weights
 that began each group of samples, and its batches do not: they get it here, as the optimizer step of these weights.
 What these weights gave the samples, log p_s, takes a forward for each version in a micro-batch, with the version in
-place. `max_staleness` versions are kept for it: those of an adapter, and not of a whole model.
+place. The versions that `max_staleness` lets sample are kept for it in the host's memory.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import psutil
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
@@ -110,13 +111,6 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             args = AsyncDCGRPOConfig(f"{model.split('/')[-1]}-AsyncDC-GRPO")
         if not isinstance(args, AsyncDCGRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}: AsyncDCGRPOTrainer needs an AsyncDCGRPOConfig.")
-        if args.split_by is not None and peft_config is None:
-            raise ValueError(
-                f"{args.split_by} needs every version of the weights that max_staleness={args.max_staleness} lets "
-                "sample, of which this trainer keeps those of an adapter alone: pass peft_config, or train all "
-                "weights with DCGRPOTrainer, whose sampler has one version (weight_sync_steps) or two "
-                "(rollout_overlap)."
-            )
         sharding = sharding_of(args)
         if args.split_by is not None and sharding.kind is not None and not sharding.is_fsdp2:
             raise ValueError(
@@ -163,6 +157,14 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
         self._lagged: SamplerWeights | None = None
         if args.split_by is not None:
             self._lagged = SamplerWeights(self.accelerator.unwrap_model(self.model), versions)
+            size, free = self._lagged.nbytes, psutil.virtual_memory().available
+            if size > free:
+                raise ValueError(
+                    f"{args.split_by} keeps {versions} versions of the trained weights, which max_staleness="
+                    f"{args.max_staleness} lets sample: {size / 2**30:.1f} GiB in each process, of which "
+                    f"{free / 2**30:.1f} GiB are free. Lower max_staleness, train an adapter (peft_config), or leave "
+                    f"{args.split_by} out."
+                )
         if self.accelerator.is_main_process:
             self.rollout_queue = VersionedQueue(self.rollout_worker.rollout_buffer)
 

@@ -56,11 +56,11 @@ class LengthAwareBatches(Part):
     # --- the generation batch ---------------------------------------------------------------------------------------
 
     def slices(self, slices):
-        if not (self._regroups and self.trainer.model.training):
-            return [trimmed(slice_, self._multiple) for slice_ in slices]
         args = self.trainer.args
         # Optimizer steps and generation batches both begin at multiples of this many slices, so these share a step.
         part = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+        if part == 1 or not (self._regroups and self.trainer.model.training):
+            return [trimmed(slice_, self._multiple) for slice_ in slices]
         return [new for first in range(0, len(slices), part) for new in self._regrouped(slices[first : first + part])]
 
     def _regrouped(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from ..settings.neutral_sampling import (
     restrictions,
     truncations,
 )
-from .sampler import OverlappedSampler, Sampler
+from .sampler import Sampler
 
 
 # Imported only where a deployment scheme is used: compressed-tensors and its dependencies take 0.15 s.
@@ -50,6 +50,8 @@ def build_sampler(trainer: Any) -> Sampler:
         engine = trainer.vllm_generation = build_vllm(trainer)
         _measure_restrictions(trainer, args.sampling)
         if args.rollout_overlap:
+            from .overlap import OverlappedSampler
+
             return OverlappedSampler(trainer, engine, bool(args.truncations), trainer.micro_batches_per_generation)
         return Sampler(trainer, engine, bool(args.truncations))
     if args.deployment_scheme is None:
@@ -94,7 +96,7 @@ def build_vllm(trainer: Any) -> VLLMGeneration:
         ValueError: adapter, generation_config or processing class do not go with the engine.
         ServerError: a server cannot be reached, or does not fit.
     """
-    from .overlap import OverlappedGeneration
+    from .rollout_ahead import OverlappedGeneration
     from .vllm_backends import ColocateGeneration, Generation, ServerGeneration
 
     args, model = trainer.args, trainer.model

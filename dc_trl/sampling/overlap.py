@@ -1,233 +1,182 @@
-"""A server that samples the next generation batch while the present one trains."""
+"""`OverlappedSampler`: the next generation batch is sampled beside training.
 
-import json
+When training takes up a generation batch, the server gets the present weights and begins to sample the next batch
+while this one is scored and trained on. Each batch is thus sampled with the weights from before the steps on the
+previous one, and is one generation batch old when it is trained on. The first batch of an epoch is not sampled ahead.
+"""
+
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import load_file, save_file
+from accelerate.logging import get_logger
 
-from ..files import read_object, write_text
-from ..serving.background import in_thread
-from ..serving.completions import EndToken, ended
-from ..serving.errors import ServerError
-from .vllm_backends import Generation, ServerGeneration, agree, raised_together
+from .rollout_ahead import OverlappedGeneration
+from .sampler import SAMPLER_FOLDER, Sampler
 
 
-class BackgroundRollout:
-    """Completions of one request, which a client samples in a separate thread.
+AHEAD_FILE = "rollouts_ahead.json"  # of a checkpoint: the batch of all processes that was sampled beside training
+
+logger = get_logger(__name__)
+
+
+class OverlappedSampler(Sampler):
+    """A sampler whose server samples the next generation batch while the present one trains.
 
     Args:
-        request: keyword arguments of the client's `generate`: `prompts`, and JSON-compatible settings.
-        seed: number that the client drew for the request.
-
-    Attributes:
-        output: result of `generate`; None until it has returned, or if it failed.
-        routed_experts: the client's routed experts of these completions.
-        seconds: seconds that `generate` took.
-        waited: seconds that `wait` spent waiting for it.
+        trainer, truncates: see `Sampler`.
+        engine: server that can sample ahead.
+        distance: number of micro-batches that one generation batch is used for.
     """
 
-    def __init__(self, request: dict[str, Any], seed: int | None = None):
-        self.request, self.seed = request, seed
-        self.output: dict[str, Any] | None = None
-        self.routed_experts: list[np.ndarray | None] = []
-        self.seconds = 0.0
-        self.waited = 0.0
-        self._task: Future[None] | None = None
+    _engine: OverlappedGeneration
+    _versions = 2  # of the batch that trains and of the one ahead
 
-    def start(self, client: Any) -> None:
-        """Start the thread. Until `wait` has returned, nothing else may use the client."""
-        self._task = in_thread(partial(self._sample, client))
+    def __init__(self, trainer: Any, engine: OverlappedGeneration, truncates: bool, distance: int):
+        super().__init__(trainer, engine, truncates)
+        self._look_ahead = LookAhead(distance)
+        self._distance = distance
+        self._first_of_step = 0  # micro-batches that were done at the beginning of the present optimizer step
+        self._ahead_of: int | None = None  # the step whose weights sample the batch ahead; None if there is none
+        self._claimed = False  # whether the present batch was sampled ahead
+        self._sampler_step = 0  # the step whose weights have sampled the present batch
 
-    def _sample(self, client: Any) -> None:
+    # --- the next batch ---------------------------------------------------------------------------------------------
+
+    def look_ahead(self, batches, count):
+        self._first_of_step = self._trainer._step
+        return iter(self._look_ahead.take(batches, count))
+
+    def _next_prompts(self) -> list[list[int]] | None:
+        """Return token ids of the next generation batch of this epoch; None if no next one is trained on."""
+        trainer = self._trainer
+        index = trainer._step - self._first_of_step + self._distance
+        if trainer.state.global_step + index // trainer.args.gradient_accumulation_steps >= trainer.state.max_steps:
+            return None
+        rows = self._look_ahead[index]
+        return None if rows is None else trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+
+    # --- take up a batch and begin the next one ---------------------------------------------------------------------
+
+    def begin_batch(self, prompts):
+        if self._trainer.model.training and self._ahead_of is not None:
+            with self._trainer.clock.part("waiting"):
+                self._take_up(prompts, self._ahead_of)
+        super().begin_batch(prompts)
+
+    def _take_up(self, prompts: list, sampler_step: int) -> None:
+        """Wait for the batch ahead, and claim it if it is the one that training needs now."""
+        prompt_ids = self._trainer._tokenize_prompts(prompts)[0]
+        claim = self._engine.claim(prompt_ids, self._trainer.num_generations)
+        self._ahead_of = None
+        self._claimed = claim is not None
+        if claim is not None:
+            self._ahead_of, self._sampler_step = sampler_step, sampler_step
+            self._log_overlap(*claim)
+        else:
+            logger.warning(
+                "The generation batch that was sampled ahead has other prompts or settings than the run needs now: it "
+                "is discarded, and a new one is sampled."
+            )
+
+    def _bring_weights(self, training):
+        if not (training and self._claimed):  # a claimed batch is sampled already
+            super()._bring_weights(training)
+
+    def turn(self, of_trl, prompt_ids):
         begin = time.perf_counter()
-        try:
-            self.output = client.generate(**self.request)
-            self.routed_experts = client.routed_experts
-        finally:
-            self.seconds = time.perf_counter() - begin
+        output = super().turn(of_trl, prompt_ids)
+        if self._trainer.model.training:
+            if not self._claimed:
+                self._sampler_step = self._begun_with()
+                self._log_overlap(seconds := time.perf_counter() - begin, seconds)
+            self._claimed = False
+            self._begin_next()
+        return output
 
-    def wait(self) -> None:
-        """Wait until `generate` has returned or failed."""
-        if self._task is not None and not self._task.done():
-            begin = time.perf_counter()
-            self._task.exception()
-            self.waited += time.perf_counter() - begin
+    def _begin_next(self) -> None:
+        """Make the server sample the next batch with the weights that are due."""
+        prompt_ids = self._next_prompts()
+        if prompt_ids is None:
+            self._engine.drop()
+            self._ahead_of = None
+            return
+        self.bring_weights(training=True)  # on failure the present batch is not lost, and can be saved
+        self._engine.begin(prompt_ids, self._trainer.num_generations)
+        self._ahead_of = self._begun_with()
 
-    def result(self) -> dict[str, Any]:
-        """Wait for `generate`, and return its result.
+    def _begun_with(self) -> int:
+        """Return the step of the weights with which the server samples the batch ahead."""
+        return self._trainer.state.global_step - super()._age()
 
-        Raises:
-            ServerError: `generate` raised it; any other error of `generate` is raised too.
+    def _age(self):
+        return self._trainer.state.global_step - self._sampler_step
+
+    def _log_overlap(self, seconds: float, waited: float) -> None:
+        self._trainer.add_metric("overlap/sampling_seconds", seconds)
+        self._trainer.add_metric("overlap/waiting_seconds", waited)
+        self._trainer.add_metric("overlap/hidden_fraction", max(0.0, 1 - waited / seconds))
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, folder):
+        """Save as `Sampler.save` does, with the batch ahead once it is sampled.
+
+        If that batch could not be sampled, the resumed run samples it, with the weights of its turn.
         """
-        self.wait()
-        if self._task is not None:
-            self._task.result()
-        assert self.output is not None
-        return self.output
+        state, files = super().save(folder), (Path(folder, AHEAD_FILE), Path(folder, SAMPLER_FOLDER))
+        if self._ahead_of is not None and self._engine.save_ahead(*files):
+            state["rollout_ahead"] = {"weights_of_step": self._ahead_of, "engine": self._engine_name}
+        return state
 
-    def answers(self, request: dict[str, Any]) -> bool:
-        """Return whether these are completions of the same prompts with the same settings."""
-        mine, theirs = (json.dumps(each, sort_keys=True) for each in (self.request, request))
-        return mine == theirs
+    @property
+    def _samples_ahead(self):
+        return self._ahead_of is not None
 
-    def save(self, path: Path) -> None:
-        """Write the completions, or the request alone if they failed, as JSON for `load`, and their experts beside."""
-        values = {name: getattr(self, name) for name in ("request", "seed", "output", "seconds", "waited")}
-        ids = [] if self.output is None else self.output["completion_ids"]
-        by_engine = [isinstance(row[-1], EndToken) if row else False for row in ids]
-        write_text(path, json.dumps(values | {"routes": len(self.routed_experts), "ended": by_engine}))
-        routes = {str(i): np.ascontiguousarray(a) for i, a in enumerate(self.routed_experts) if a is not None}
-        if routes:
-            save_file(routes, path.with_suffix(".safetensors"))
+    def _load_ahead(self, folder, state):
+        if state["engine"] != self._engine_name or not self._knows(state["weights_of_step"]):
+            super()._load_ahead(folder, state)
+            return
+        self._ahead_of = state["weights_of_step"]
+        if self._engine.load_ahead(Path(folder, AHEAD_FILE), Path(folder, SAMPLER_FOLDER)):
+            self._held = self._ahead_of
 
-    @classmethod
-    def load(cls, path: Path) -> "BackgroundRollout":
-        """Read what `save` wrote; `output` is None if the completions were not sampled."""
-        values = read_object(path)
-        rollout = cls(values["request"], values["seed"])
-        rollout.output, rollout.seconds, rollout.waited = values["output"], values["seconds"], values["waited"]
-        if rollout.output is not None:
-            rows = zip(rollout.output["completion_ids"], values["ended"], strict=True)
-            rollout.output["completion_ids"] = [ended(row) if by_engine else row for row, by_engine in rows]
-        beside = path.with_suffix(".safetensors")
-        routes = load_file(beside) if beside.is_file() else {}
-        rollout.routed_experts = [routes.get(str(index)) for index in range(values["routes"])]
-        return rollout
+    def start_again(self):
+        super().start_again()
+        self._ahead_of = None
+        self._engine.drop()
 
 
-class OverlappedGeneration(ServerGeneration):
-    """TRL's server mode, in which `begin` starts to sample a batch ahead that a later `generate` returns.
+class LookAhead:
+    """Returns the micro-batches of an iterator, and reads some of those that follow in advance.
 
-    Only the request to the server runs beside training, in a thread of the main process. Before it, all processes
-    gather prompts in their main threads; after it, they distribute completions there. There is one batch ahead at a
-    time. Everything else that needs the server waits for it first, so that one version of the weights samples it.
+    It never looks beyond the end of the iterator; another iterator is another epoch and begins anew.
 
-    See `ServerGeneration` for arguments and errors. `claim` raises the error of a batch ahead.
+    Args:
+        distance: number of micro-batches that are read beyond those that were returned, at least 1.
     """
 
-    ahead: BackgroundRollout | None = None  # on the main process, from `begin` to the next `begin` or `drop`
-    _claimed = False  # whether the next `generate` returns the batch ahead
+    def __init__(self, distance: int):
+        self._distance = distance
+        self._iterator: Iterator[Any] | None = None
+        self._known: list[Any] = []  # micro-batches that were returned last, and those that follow
+        self._returned = 0  # number of those that were returned last
 
-    def begin(self, prompts: list[list[int]], num_generations: int) -> None:
-        """Start to sample a batch with the weights that the server holds. Every process has to call it.
+    def take(self, iterator: Iterator[Any], count: int) -> list[Any]:
+        """Return the next `count` micro-batches of the iterator, or fewer at its end."""
+        if iterator is not self._iterator:
+            self._iterator, self._known, self._returned = iterator, [], 0
+        del self._known[: self._returned]
+        self._known += islice(iterator, max(0, count + self._distance - len(self._known)))
+        taken = self._known[:count]
+        self._returned = len(taken)
+        return taken
 
-        Args:
-            prompts: token ids of this process's prompts, each one `num_generations` times, as for `generate`.
-            num_generations: number of completions of a prompt.
+    def __getitem__(self, index: int) -> Any | None:
+        """Return a micro-batch, counted from the first one returned last; None where the iterator ended before it.
+
+        `index` may be at most `distance` beyond those that were returned last.
         """
-        request = self._request(prompts, num_generations)
-        if request is not None:
-            seed = self.vllm_client.seeds.draw()  # in this thread, which also draws for training
-            self.ahead = BackgroundRollout(request, seed)
-            self.ahead.start(self.vllm_client)
-
-    def claim(self, prompts: list[list[int]], num_generations: int) -> tuple[float, float] | None:
-        """Wait for the batch ahead. If it has these prompts, the next `generate` returns it; otherwise drop it.
-
-        Every process has to call it.
-
-        Returns:
-            The seconds of sampling the batch and of waiting for it; None if it is dropped.
-
-        Raises:
-            ServerError: the batch ahead could not be sampled.
-        """
-        request = self._request(prompts, num_generations)
-        seconds = None
-        with raised_together(ServerError):
-            ahead = self.ahead
-            if ahead is not None and request is not None:
-                ahead.result()
-                if ahead.answers(request):
-                    seconds = ahead.seconds, ahead.waited
-                else:
-                    self.ahead = None
-        seconds = agree(seconds)
-        self._claimed = seconds is not None
-        return seconds
-
-    def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
-        ahead, claimed, self._claimed = self.ahead, self._claimed, False
-        if ahead is None or not claimed:
-            self.wait()
-            return super().generate(prompts, *args, **kwargs)
-        self.vllm_client.routed_experts = ahead.routed_experts  # an evaluation may have replaced them in between
-        with self._asking(lambda **request: ahead.result()):
-            return super().generate(prompts, *args, **kwargs)
-
-    def wait(self) -> None:
-        """Wait until the server has sampled the batch ahead."""
-        if self.ahead is not None:
-            self.ahead.wait()
-
-    def drop(self) -> None:
-        """Wait for the batch ahead and discard it."""
-        self.wait()
-        self.ahead, self._claimed = None, False
-
-    def save_ahead(self, path: Path, weights: Path) -> bool:
-        """Save the batch ahead or, if it failed, its request and weights; return whether. All processes call it."""
-        self.wait()
-        ahead = self.ahead
-        begun, sampled = agree((ahead is not None, ahead is not None and ahead.output is not None))
-        saved = sampled or (begun and self.weight_sync == "checkpoint")
-        if saved and ahead is not None:
-            ahead.save(path)
-            if not sampled and not weights.exists():
-                self.save_weights(weights)
-        return saved
-
-    def load_ahead(self, path: Path, weights: Path) -> bool:
-        """Load what `save_ahead` saved, and return whether it was a request: that is sampled now, with its weights."""
-        if self.accelerator.is_main_process:
-            self.ahead = BackgroundRollout.load(path)
-        requested = agree(self.ahead is not None and self.ahead.output is None)
-        if requested:
-            self.load_weights(weights)
-            if self.ahead is not None:
-                self.vllm_client.seeds.draw(self.ahead.seed)
-                self.ahead.start(self.vllm_client)
-        return requested
-
-    def sync_weights(self) -> None:
-        self.wait()
-        super().sync_weights()
-
-    def load_weights(self, directory: Path) -> None:
-        self.wait()
-        super().load_weights(directory)
-
-    def _request(self, prompts: list[list[int]], num_generations: int) -> dict[str, Any] | None:
-        """Return the request of TRL's `generate` to its client; None on other processes than the main one.
-
-        Every process has to call it.
-        """
-        asked: list[dict[str, Any]] = []
-
-        def record(**request: Any) -> dict[str, list]:
-            asked.append(request)
-            return {"prompt_ids": [], "completion_ids": [], "logprobs": []}
-
-        with self._asking(record):
-            super(Generation, self).generate(prompts, None, num_generations)
-        return asked[0] if asked else None
-
-    @contextmanager
-    def _asking(self, generate: Callable[..., dict[str, Any]]) -> Iterator[None]:
-        """Let TRL's `generate` ask a function in the place of its client, on the main process."""
-        client = self.vllm_client if self.accelerator.is_main_process else None
-        if client is not None:
-            self.vllm_client = SimpleNamespace(generate=generate, routed_experts=client.routed_experts)
-        try:
-            yield
-        finally:
-            if client is not None:
-                self.vllm_client = client
+        return self._known[index] if index < len(self._known) else None

@@ -1,4 +1,4 @@
-"""The weights that sampled, kept beside those that train, so that the trainer's own forward can have either in place.
+"""Which version of the weights samples, and the versions that the trainer's own forward can have in place.
 
 What the weights did since they sampled is log p − log p_s, by one forward with two versions of the weights: see
 `dc_trl.sampled_tokens`. A version is a copy of the trainable tensors as they are: those of an adapter alone where one
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +22,39 @@ from torch.distributed.tensor import DTensor
 
 
 LAGGED_FILE = "lagged_rank{rank}.safetensors"  # of a checkpoint
+
+
+@dataclass
+class SyncSchedule:
+    """Keeps which weights sample in training, as the number of optimizer steps that made them.
+
+    Args:
+        every: number of optimizer steps after which newer weights are due, at least 1.
+        step: optimizer steps of the weights that sample; None before the first sync, and where newer ones are due.
+        syncs: number of times that newer weights were sent.
+    """
+
+    every: int
+    step: int | None = None
+    syncs: int = 0
+
+    def due(self, step: int) -> bool:
+        """Return whether newer weights are due at an optimizer step; they stay due until the sync."""
+        return self.step is None or step - self.step >= self.every
+
+    def lags(self, step: int) -> bool:
+        """Return whether a batch at an optimizer step is sampled with older weights than those of this step."""
+        return step != self.step and not self.due(step)
+
+    def synced(self, step: int) -> None:
+        """Record that the weights of an optimizer step sample from now on."""
+        self.syncs += step != self.step
+        self.step = step
+
+    def age(self, step: int) -> int:
+        """Return the age of the weights that sample at an optimizer step, in optimizer steps."""
+        assert self.step is not None
+        return step - self.step
 
 
 class SamplerWeights:
@@ -50,6 +84,11 @@ class SamplerWeights:
     def steps(self) -> list[int]:
         """The optimizer steps whose weights are kept."""
         return list(self._versions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all versions that may be kept, in this process."""
+        return self._count * sum(tensor.nbytes for tensor in self._tensors().values())
 
     @torch.no_grad()
     def keep(self, step: int) -> None:

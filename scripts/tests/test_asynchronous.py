@@ -21,7 +21,7 @@ def test_a_real_server_samples_beside_the_training_and_gets_each_steps_weights(m
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
     tokenizer = asynchronous.tokenizer_of(str(TINY_MODEL))
     sizes = {"per_device_train_batch_size": 8, "max_completion_length": 48, "learning_rate": 1e-3, "token_budget": 0}
-    steps = {"max_staleness": 2, "max_steps": 4, "vllm_server_base_url": fp8_server.url}
+    steps = {"max_staleness": 2, "max_steps": 4, "vllm_server_base_url": fp8_server.url, "discrepancy_split": True}
     args = AsyncDCGRPOConfig(str(tmp_path), **SMALL_RUN | sizes | steps)
     transfer = asynchronous.CheckpointTransfer(str(TINY_MODEL), "fp8", fp8_server.url, weight_sync_dir=str(tmp_path))
     trainer = asynchronous.AgesTrainer(
@@ -48,6 +48,9 @@ def test_a_real_server_samples_beside_the_training_and_gets_each_steps_weights(m
     assert ages.total() == 4 * 8
     assert trainer.ages[0] == {0: 8}
     assert 1 <= max(ages) <= 3  # TRL bounds the age at the queue, a step before the training
+    lags = logged(trainer, "discrepancy/lag_k3_kl")
+    assert [lag > 0 for lag in lags] == [max(of_step) > 0 for of_step in trainer.ages]
+    assert max(lags) > 10 * logged(trainer, "discrepancy/engine_k3_kl")[0]  # of what the weights did, not of the format
     trainer.model.load_state_dict(tiny_model().state_dict())
     assert distance_to_the_server() > 10 * after
     assert not list(tmp_path.glob("dc_trl-sync-*"))
