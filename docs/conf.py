@@ -32,7 +32,12 @@ myst_enable_extensions = ["dollarmath"]
 html_math_renderer = "mathml"
 exclude_patterns = ["_static"]
 # Pages of the site that stand beside the code that makes them.
-ELSEWHERE = {"results": "scripts/study/RESULTS.md", "geometry": "notebooks/geometry.md"}
+ELSEWHERE = {
+    "results": "scripts/study/RESULTS.md",
+    "real_model": "scripts/study/real_model/RESULTS.md",
+    "replica": "scripts/engines.md",
+    "geometry": "notebooks/geometry.md",
+}
 for page in ELSEWHERE:
     Path(__file__).with_name(f"{page}.md").touch()
 myst_heading_anchors = 3  # links to a heading, as on GitHub

@@ -38,13 +38,13 @@ def workplace(tmp_path, monkeypatch):
 
 
 def run_tools(**edits):
-    """The example of docs/tools.md, with settings replaced; its trainer."""
-    code = code_blocks((DOCS / "tools.md").read_text(), "python")[0]
+    """The example of docs/rewards.md, with settings replaced; its trainer."""
+    (code,) = (block for block in code_blocks((DOCS / "rewards.md").read_text(), "python") if "Examiner" in block)
     for name, value in ({"max_steps": "1", "per_device_train_batch_size": "8"} | edits).items():
         code, found = re.subn(rf"\b{name}=[^,]+,", f"{name}={value},", code)
         assert found == 1, name
     names = {}
-    exec(compile(code, "docs/tools.md", "exec"), names)
+    exec(compile(code, "docs/rewards.md", "exec"), names)
     return names["trainer"]
 
 

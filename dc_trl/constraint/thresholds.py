@@ -2,8 +2,8 @@
 
 Those of the lag are for `discrepancy/lag_k3_kl`: what the weights did since they sampled, which is 0 with a sampler in
 step in every model, whatever its depth and number format. Those of a sampler in step are for the engine's part, which
-a deep model has far more of than a tiny one at the same harm: docs/real_model.md. All are findings of docs/study.md,
-whose models are tiny; docs/which_one.md says what to do on either side of each.
+a deep model has far more of than a tiny one at the same harm: scripts/study/real_model/RESULTS.md. All are findings of
+docs/study.md, whose models are tiny; docs/which_one.md says what to do on either side of each.
 """
 
 from collections.abc import Mapping

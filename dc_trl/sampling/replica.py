@@ -122,7 +122,7 @@ class Replica:
     """Copy of the policy in a deployment scheme, in this process, that samples completions.
 
     Weights and, where the scheme quantizes them, activations are numbers of the quantized format, and everything else
-    is bfloat16. Both are rounded where vLLM rounds them; docs/calibration.md compares the two layer by layer. It
+    is bfloat16. Both are rounded where vLLM rounds them; scripts/engines.md compares the two layer by layer. It
     samples with transformers' `generate`, in batches with a KV cache.
 
     Args:

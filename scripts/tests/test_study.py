@@ -593,9 +593,9 @@ def test_the_early_signs_on_the_page_are_what_the_raw_lines_say():
 
 
 def test_the_page_of_the_real_model_is_what_its_raw_lines_say():
-    """docs/real_model.md has, for each cell of several seeds, greedy reward, reward of the last five steps and the
+    """Its RESULTS.md has, for each cell of several seeds, greedy reward, reward of the last five steps and the
     number of runs that leave the trap, as they are made from the raw lines here; four runs in INT8 end in the trap."""
-    page = (ROOT / "docs" / "real_model.md").read_text()
+    page = (SWEEPS.with_name("real_model") / "RESULTS.md").read_text()
     rows = word_lists.word_list_problems(1024, 0)
     traps = {seed: word_lists.trap(rows, 128, seed) for seed in range(1, 6)}
     lines = read_lines(SWEEPS.with_name("real_model") / "lines.jsonl")
