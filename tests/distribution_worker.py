@@ -160,7 +160,7 @@ SAMPLED = {
 
 
 def sample(folder: Path, name: str) -> dict:
-    fields = {"deployment_scheme": "fp8", "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lambda_lr": 5.0}
+    fields = {"deployment_scheme": "fp8", "max_steps": 4, "save_steps": 2, "lambda_lr": 5.0}
     fields |= AT_THE_LAG  # saved between two synchronizations
     fields |= {"per_device_train_batch_size": GLOBAL // int(os.environ["WORLD_SIZE"])}
     trainer = make_trainer(folder / name, make_model(64), **fields)

@@ -75,7 +75,9 @@ def succeed(command: list, **options: Any) -> subprocess.CompletedProcess:
 
 
 @contextmanager
-def refuses(kind: type[BaseException], *words: object) -> Iterator[pytest.ExceptionInfo]:
+def refuses(
+    kind: type[BaseException] | tuple[type[BaseException], ...], *words: object
+) -> Iterator[pytest.ExceptionInfo]:
     """What ends in this error, whose message has all these words: a setting with its value, and what to change."""
     with pytest.raises(kind) as refused:
         yield refused
@@ -205,6 +207,15 @@ def random_model(config: type, **fields: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config(**sizes | heads | fields))
 
 
+# Fields of a small DeepSeek-V3.
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+}
+DEEPSEEK |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 # Fields of a mixture in a layout that no engine reads quantized, or that no checkpoint names one by one.
 TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
@@ -264,6 +275,13 @@ def plain_config(config: DCGRPOConfig, **changes: Any) -> GRPOConfig:
     return GRPOConfig(**{name: value for name, value in vars(config).items() if name in known} | changes)
 
 
+def save(model: Any, folder: Path, tokenizer: Any = None) -> Path:
+    """Saves a model with a tokenizer, ours if none is given; returns the folder."""
+    model.save_pretrained(folder)
+    (make_tokenizer() if tokenizer is None else tokenizer).save_pretrained(folder)
+    return folder
+
+
 def make_trainer(output_dir: Any, model: Any = None, reward: Any = None, kind: Any = DCGRPOTrainer, **options: Any):
     """A trainer of a random model. Options are arguments of the trainer, and fields of its configuration."""
     names = inspect.signature(GRPOTrainer).parameters.keys()
@@ -272,7 +290,7 @@ def make_trainer(output_dir: Any, model: Any = None, reward: Any = None, kind: A
     return kind(
         make_model() if model is None else model,
         reward or distinct_characters,
-        plain_config(config) if kind is GRPOTrainer else config,
+        config if issubclass(kind, DCGRPOTrainer) else plain_config(config),
         **{"train_dataset": make_prompts(), "processing_class": make_tokenizer()} | arguments,
     )
 
@@ -283,9 +301,18 @@ def at_server(url: str | None) -> dict[str, Any]:
     return fields | {"vllm_server_base_url": url}
 
 
-def distinct_characters(completions: list[str], **kwargs: Any) -> list[float]:
-    """A reward that differs between completions."""
-    return [len(set(completion)) / 10 for completion in completions]
+def distinct_characters(completions: list[Any], **kwargs: Any) -> list[float]:
+    """A reward that differs between completions, which are texts or conversations."""
+    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    return [len(set(text)) / 10 for text in texts]
+
+
+# Penalties of the forms of the constraint, of log π_train and log π_inf of a token.
+PENALTIES = {
+    "injected": lambda a, b: (a.exp() - b.exp()).abs(),
+    "quadratic": lambda a, b: a.exp() - b.exp(),
+    "log_ratio": lambda a, b: a - b,
+}
 
 
 class Rollouts:
@@ -358,12 +385,18 @@ def plain_logps(model: Any, prompt: list[int], ids: list[int], temperature: floa
     return logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
 
 
+def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """All tensors of two models or checkpoints have the same names and are equal, bit for bit."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()  # PEFT adds adapters in no order
+    for name, tensor in one.items():
+        both = tensor, other[name]
+        # PyTorch compares no numbers in FP8.
+        assert torch.equal(*(each.view(torch.uint8) if each.dtype.itemsize == 1 else each for each in both)), name
+
+
 def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
     """All parameters of two models have the same names and are equal, bit for bit."""
-    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
-    assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()  # PEFT adds adapters in no order
-    for name, parameter in mine.items():
-        assert torch.equal(parameter, theirs[name]), name
+    assert_same_tensors(dict(one.named_parameters()), dict(other.named_parameters()))
 
 
 def corrected_tokens(trainer: Any, **options: Any) -> list[SampledTokens]:
@@ -467,6 +500,17 @@ def untimed(log: list[dict[str, Any]], after: int = 0) -> list[dict[str, Any]]:
 
 def untimed_rows(trainer: Any, after: int = 0) -> list[dict[str, Any]]:
     return untimed(trainer.state.log_history, after)
+
+
+def restore(one: Any, other: Any) -> Any:
+    """Gives one the state of the other, as it comes out of a file of JSON; returns it."""
+    one.load_state_dict(json.loads(json.dumps(other.state_dict())))
+    return one
+
+
+def steps_of(rows: Iterable[dict[str, Any]], name: str = "loss") -> list[int]:
+    """Steps of the rows of a history that have this metric."""
+    return [row["step"] for row in rows if name in row]
 
 
 def assert_finite(trainer: Any) -> None:

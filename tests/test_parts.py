@@ -1,6 +1,5 @@
 """Parts: those that are off are not there, and one of a user's own needs no edit of the package."""
 
-import json
 import re
 import sys
 
@@ -11,7 +10,14 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.parts.part import Part
 from dc_trl.run.manifest import STATE_FILE
 
-from .helpers import ROOT, Rollouts, logged, make_trainer, succeed
+from .helpers import (
+    ROOT,
+    Rollouts,
+    logged,
+    make_trainer,
+    read_json,
+    succeed,
+)
 
 
 PARTS = {path.stem for path in (ROOT / "dc_trl" / "parts").glob("*.py")} - {"__init__", "part"}
@@ -85,14 +91,12 @@ class Counter(Part):
 
 
 def test_a_part_is_resumed(tmp_path):
-    fields = {"rollout_func": Rollouts(), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    fields = {"rollout_func": Rollouts(), "max_steps": 4, "save_steps": 2}
     trainer = make_trainer(tmp_path, **fields)
     trainer.parts.append(Counter(trainer))
     trainer.train()
     whole = trainer.parts[-1].count
-    assert json.loads((tmp_path / "checkpoint-2" / STATE_FILE).read_text())["parts"] == {
-        "Counter": {"count": whole // 2}
-    }
+    assert read_json(tmp_path / "checkpoint-2" / STATE_FILE)["parts"] == {"Counter": {"count": whole // 2}}
     resumed = make_trainer(tmp_path, **fields)
     resumed.parts.append(Counter(resumed))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -14,14 +14,22 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen3MoeForCausalLM
 
 from dc_trl.command.arguments import RunArguments, require_servable
 from dc_trl.command.build import build_trainer
 from dc_trl.grading.rewards import get_reward
 from dc_trl.settings.distribution import recompute_once
 
-from .helpers import ROOT, assert_finite, distinct_characters, logged, make_experts, make_model, make_tokenizer
+from .helpers import (
+    ROOT,
+    assert_finite,
+    logged,
+    make_experts,
+    make_model,
+    random_model,
+    save,
+)
 from .vllm_server import requires_vllm
 
 
@@ -62,7 +70,7 @@ OVERRIDES = {
     "dataset_name": "arithmetic",
     "eval_size": 0,
     # A random model is never right, and equal rewards move nothing.
-    "rewards": ["tests.test_recipes.distinct_characters_of_messages"],
+    "rewards": ["tests.helpers.distinct_characters"],
     # The replica in the same scheme in the place of the server.
     "use_vllm": False,
     "vllm_mode": None,
@@ -82,10 +90,6 @@ OVERRIDES = {
 }
 
 
-def distinct_characters_of_messages(completions: list, **kwargs) -> list[float]:
-    return distinct_characters([messages[-1]["content"] for messages in completions])
-
-
 def path_of(name: str) -> Path:
     return ROOT / "configs" / f"{name}.yaml"
 
@@ -99,9 +103,8 @@ def stand_in(architecture: str) -> PreTrainedModel:
         return make_experts(32)
     if architecture == "qwen3":
         return make_model(32, tie_word_embeddings=False)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 262}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": 1}
-    return AutoModelForCausalLM.from_config(Qwen2Config(**shape, **heads, pad_token_id=0, initializer_range=0.2))
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": 1}
+    return random_model(Qwen2Config, initializer_range=0.2, **shape)
 
 
 def parse(config: dict, folder: Path) -> RunArguments:
@@ -153,8 +156,7 @@ def test_numbers(name, tmp_path):
 
 def parse_small(name: str, config: dict, model: PreTrainedModel, folder: Path):
     """The fields that a small machine leaves as they are, and all arguments for a run of this model there."""
-    model.save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
+    save(model, folder / "model")
     recipe = RECIPES[name]
     small = OVERRIDES | {
         "model_name_or_path": str(folder / "model"),

@@ -43,6 +43,8 @@ from dc_trl.sampling.replica import Replica
 
 from .helpers import (
     TWO_EXPERTS,
+    assert_same_tensors,
+    assert_same_weights,
     largest_allocation,
     make_experts,
     make_model,
@@ -369,8 +371,7 @@ def test_follows_the_policy(make, scheme):
     policy.load_state_dict(other.state_dict())
     replica.sync(policy)
     fresh = Replica(other, scheme)
-    for mine, expected in zip(replica.model.parameters(), fresh.model.parameters(), strict=True):
-        assert torch.equal(mine, expected)
+    assert_same_weights(replica.model, fresh.model)
 
 
 LINEAR = {"target_modules": ["q_proj", "down_proj"]}
@@ -393,7 +394,7 @@ def test_adapters_are_merged_outside_the_policy(make, options):
             torch.nn.init.normal_(parameter, std=0.1)
     before = copy.deepcopy(policy.state_dict())
     merged = dict(policy_tensors(policy))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+    assert_same_tensors(policy.state_dict(), before)
     reference = copy.deepcopy(policy).merge_and_unload()
     expected = dict(reference.named_parameters(remove_duplicate=False))
     assert set(expected) <= set(merged)
