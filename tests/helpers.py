@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     TrainerCallback,
@@ -175,6 +177,13 @@ def largest_allocation(call: Callable[[], Any]) -> int:
     return max(event.self_cpu_memory_usage for event in profiled.events())
 
 
+def reward_model() -> Qwen3ForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3Config(vocab_size=262, num_key_value_heads=1, head_dim=8, pad_token_id=0, num_labels=1, **sizes)
+    return Qwen3ForSequenceClassification(config).eval()
+
+
 def make_experts(width: int = 64, seed: int = 0) -> Qwen3MoeForCausalLM:
     """A random mixture of experts."""
     torch.manual_seed(seed)
@@ -216,6 +225,10 @@ DEEPSEEK = {
     "moe_intermediate_size": 16,
 }
 DEEPSEEK |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+# Where log π_train comes from. aligned: the generation batch is used up at standing weights, TRL computes no old
+# log-probs; misaligned: the weights move within it, TRL does.
+ALIGNED = {"steps_per_generation": 2, "gradient_accumulation_steps": 2}
+MISALIGNED = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
 # Fields of a mixture in a layout that no engine reads quantized, or that no checkpoint names one by one.
 TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
@@ -347,6 +360,17 @@ class Rollouts:
         }
 
 
+class ByStep(Rollouts):
+    """Rollouts that follow from the step and the position, whatever has been called before."""
+
+    steps: list[int]
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list]:
+        self.steps = [*getattr(self, "steps", []), trainer.state.global_step]
+        self.calls = trainer.state.global_step
+        return super().__call__(prompts, trainer)
+
+
 def load_script(name: str) -> ModuleType:
     """A script of the project, as a module; as Python does, it finds what lies beside it."""
     if str(ROOT / "scripts") not in sys.path:
@@ -356,6 +380,13 @@ def load_script(name: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """The words of each command of a shell script; it may go on in the next line, and end in a comment."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line, comments=True):
+            yield words
 
 
 def as_words(options: dict[str, Any]) -> list[str]:

@@ -3,8 +3,17 @@
 import pytest
 import torch
 
-from .helpers import ROOT, Rollouts, assert_same_weights, code_blocks, logged, make_model, make_trainer
-from .test_trainer import ALIGNED, MISALIGNED
+from .helpers import (
+    ALIGNED,
+    MISALIGNED,
+    ROOT,
+    Rollouts,
+    assert_same_weights,
+    code_blocks,
+    logged,
+    make_model,
+    make_trainer,
+)
 
 
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])

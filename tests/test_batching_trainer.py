@@ -27,7 +27,6 @@ from dc_trl.parts.length_aware_batches import LengthAwareBatches
 from .helpers import (
     TWO_PROCESSES,
     Rollouts,
-    assert_same_tensors,
     logged,
     make_experts,
     make_model,
@@ -87,7 +86,7 @@ FIELDS = {
 }
 
 
-def train(kind, output_dir, rollouts=None, resume_from=None, **options) -> Run:
+def train(kind, output_dir, rollouts=None, **options) -> Run:
     scheme = options.get("deployment_scheme")
     rollouts = None if scheme else rollouts or Spread()
     options = FIELDS | {"train_dataset": make_prompts()} | options
@@ -98,7 +97,7 @@ def train(kind, output_dir, rollouts=None, resume_from=None, **options) -> Run:
     widths = []
     for policy in filter(None, (trainer.model, trainer.ref_model)):
         policy.get_input_embeddings().register_forward_hook(lambda _, ids, __: widths.append(tuple(ids[0].shape)))
-    trainer.train(resume_from)
+    trainer.train()
     return Run(trainer, gradients.steps, widths)
 
 
@@ -169,7 +168,7 @@ def test_losses_that_are_a_mean_over_the_micro_batch_keep_it(tmp_path, loss):
     assert tokens(found) < tokens(expected)
 
 
-def test_the_auxiliary_loss_of_experts_keeps_the_micro_batch(tmp_path, caplog):
+def test_the_auxiliary_loss_of_experts_keeps_the_micro_batch(tmp_path):
     (kept, plain), (grouped, expected) = (
         [train(kind, tmp_path, max_steps=2, model=make_experts(), **fields) for kind in KINDS]
         for fields in ({}, {"router_aux_loss_coef": 0.0})
@@ -326,20 +325,6 @@ def test_images_go_with_their_completions(tmp_path):
         runs.append(train(kind, tmp_path, Seeing(), steps_per_generation=8, max_steps=2, **options))
     assert_same_steps(*runs)
     assert any("vision" in name for name in runs[0].gradients[0])
-
-
-# --- a run that is stopped within a generation batch
-
-
-def test_a_run_resumed_within_a_generation_batch_is_the_same(tmp_path):
-    options = {"max_steps": 4, "steps_per_generation": 8}
-    whole = train(DCGRPOTrainer, tmp_path, save_steps=1, **options)
-    rollouts = Spread()
-    rollouts.calls = 1  # the first batch is in the checkpoint
-    resumed = train(DCGRPOTrainer, tmp_path / "resumed", rollouts, str(tmp_path / "checkpoint-1"), **options)
-    assert len(resumed.gradients) == 3
-    for one, other in zip(resumed.gradients, whole.gradients[1:], strict=True):
-        assert_same_tensors(one, other)
 
 
 # --- several processes

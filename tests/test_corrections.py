@@ -23,16 +23,16 @@ from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.sampled_tokens import SampledTokens
 
 from .helpers import (
+    ALIGNED,
+    MISALIGNED,
     Rollouts,
     assert_finite,
-    assert_same_weights,
     logged,
     make_config,
     make_model,
     make_trainer,
     sums_of_two,
 )
-from .test_trainer import ALIGNED, MISALIGNED, ByStep
 
 
 MODES = sorted(CORRECTIONS)
@@ -299,14 +299,3 @@ def test_a_batch_that_is_masked_whole_teaches_nothing_and_leaves_lambda(tmp_path
     assert all(mean > 0.5 for mean in logged(trainer, "discrepancy/mean_all"))
     assert logged(trainer, "grad_norm") == [0, 0]
     assert "masks all tokens" in caplog.text
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
-    """From a step within a generation batch, whose corrected rest is in the checkpoint."""
-    fields = {"save_steps": 1, "max_steps": 3, "lambda_lr": 0.5, "rollout_correction": "token_mask", **MISALIGNED}
-    whole, resumed = (make_trainer(tmp_path, rollout_func=ByStep(), **fields) for _ in range(2))
-    whole.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert logged(resumed, "loss") == logged(whole, "loss")
-    assert logged(resumed, "correction/masked_fraction") == logged(whole, "correction/masked_fraction")
-    assert_same_weights(resumed.model, whole.model)

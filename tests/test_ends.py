@@ -15,6 +15,7 @@ from dc_trl.run.soundness import DivergedError
 
 from . import helpers
 from .helpers import (
+    MISALIGNED,
     ROOT,
     TWO_PROCESSES,
     TWO_SHARDED,
@@ -110,11 +111,11 @@ class BrokenReward:
 
 
 # What breaks, how many steps have ended by then, and how batches are made.
-TWO_STEPS = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
+
 ACCUMULATED = {"steps_per_generation": 1, "gradient_accumulation_steps": 2}
 BREAKS = {
     "the reward of the second micro-batch": (BrokenReward(6), 2, ACCUMULATED),
-    "the second one": (breaking("on_pre_optimizer_step", 3), 3, TWO_STEPS),
+    "the second one": (breaking("on_pre_optimizer_step", 3), 3, MISALIGNED),
     "an epoch": (breaking("on_epoch_begin", 4), 4, {"prompts": 4}),
 }
 

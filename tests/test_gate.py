@@ -21,8 +21,6 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
-    Qwen3Config,
-    Qwen3ForSequenceClassification,
     RecurrentGemmaConfig,
     Trainer,
 )
@@ -43,6 +41,7 @@ from .helpers import (
     make_tokenizer,
     random_model,
     refuses,
+    reward_model,
     save,
     write_rows,
 )
@@ -556,18 +555,16 @@ def test_a_checked_reward_is_what_it_wraps():
 
 
 def test_a_reward_model_and_weights_that_give_no_finite_reward(tmp_path):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen3Config(vocab_size=262, num_key_value_heads=1, head_dim=8, pad_token_id=0, num_labels=1, **sizes)
-    trainer = build(tmp_path, rewards=str(saved(tmp_path / "rewards", Qwen3ForSequenceClassification(config))))
+    trainer = build(tmp_path, rewards=str(saved(tmp_path / "rewards", reward_model())))
     torch.nn.init.constant_(trainer.reward_funcs[0].score.weight, math.inf)
     with pytest.raises(ValueError, match=r"The rewards of completion 0, \{'rewards': (nan|-?inf)\}"):
         trainer.train()
     large = build(tmp_path, rewards=named(lambda **_: [1e10] * 4), settings={"reward_weights": [1e10]})
-    with pytest.raises(ValueError, match=r"The rewards of completion 0, .* with reward_weights="):
+    with refuses(ValueError, "completion 0,", "reward_weights="):
         large.train()
 
 
-def test_thousands_of_columns_are_read_at_once(tmp_path):
+def test_thousands_of_columns_are_read_at_once():
     """Row by row, 256 rows of 2,000 columns take many seconds, before anything is said."""
     rows = Dataset.from_dict({"prompt": ["1+1="] * 256} | {f"column_{number}": [0] * 256 for number in range(2000)})
     begin = time.process_time()

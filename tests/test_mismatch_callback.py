@@ -6,6 +6,7 @@ from trl import GRPOConfig, GRPOTrainer
 from dc_trl import DCGRPOTrainer, MismatchCallback
 
 from .helpers import (
+    MISALIGNED,
     SMALL_RUN,
     Rollouts,
     distinct_characters,
@@ -20,7 +21,7 @@ from .helpers import (
 
 # TRL scores what it has sampled if a generation batch outlives an optimizer step, or with vLLM.
 SHARED = {"constraint": "none", "recipe": "trl", "length_aware_batches": False}
-SCORED = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
+SCORED = MISALIGNED | {"max_steps": 4}
 NAMES = ("mean", "k3_kl", "kl", "ess", "log_ppl_abs_diff", "probs_diff_max", "probs_pearson", "chi2_seq")
 
 

@@ -11,6 +11,7 @@ from dc_trl.parts.part import Part
 from dc_trl.run.manifest import STATE_FILE
 
 from .helpers import (
+    MISALIGNED,
     ROOT,
     Rollouts,
     logged,
@@ -125,7 +126,7 @@ def test_the_later_part_is_outside(tmp_path):
     assert calls == ["second before", "first before", "first after", "second after"]
 
 
-@pytest.mark.parametrize("steps", [{}, {"steps_per_generation": 2, "gradient_accumulation_steps": 1}])
+@pytest.mark.parametrize("steps", [{}, MISALIGNED])
 def test_a_form_of_the_users_own_logs_what_it_says(tmp_path, seen_by_the_loss, steps):
     """The mean over the scored tokens of the whole generation batch, of micro-batches of different lengths."""
     trainer = make_trainer(tmp_path, rollout_func=Rollouts(), constraint="static", max_steps=1, **steps)

@@ -1,8 +1,6 @@
 """The papers' recipes: their numbers, their sources, their commands, and training steps of each on a tiny stand-in."""
 
 import importlib
-import re
-import shlex
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +22,8 @@ from dc_trl.settings.distribution import recompute_once
 from .helpers import (
     ROOT,
     assert_finite,
+    code_blocks,
+    commands_in,
     logged,
     make_experts,
     make_model,
@@ -271,17 +271,15 @@ def launch_of(recipe: Recipe) -> str:
 
 def commands() -> list[list[str]]:
     """Commands of docs/papers.md and of the files' headers."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "papers.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks = code_blocks((ROOT / "docs" / "papers.md").read_text(), "bash")
     for name in RECIPES:
-        header = [line[4:] for line in path_of(name).read_text().splitlines() if line.startswith("#   ")]
-        blocks.append("\n".join(header))
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    words = [shlex.split(line, comments=True) for line in lines if line.strip()]
+        blocks += [line[4:] for line in path_of(name).read_text().splitlines() if line.startswith("#   ")]
+    words = commands_in("\n".join(blocks))
     return [[word for word in command if "=" not in word or command.index(word) > 0] for command in words]
 
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
-def test_commands_are_read_by_the_programs_themselves(words, monkeypatch, tmp_path):
+def test_commands_are_read_by_the_programs_themselves(words, tmp_path):
     if words[:2] == ["accelerate", "launch"]:
         args = launch_command_parser().parse_args(words[2:])
         given = args.training_script_args

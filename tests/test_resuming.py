@@ -25,14 +25,20 @@ from dc_trl.serving.errors import ServerError
 
 from . import helpers
 from .helpers import (
+    MISALIGNED,
+    ByStep,
     On,
     Rollouts,
     assert_same_tensors,
+    assert_same_weights,
     logged,
+    make_experts,
+    make_model,
     make_prompts,
     read_json,
     refuses,
     steps_of,
+    untimed_rows,
 )
 
 
@@ -45,7 +51,7 @@ def make_trainer(output_dir, peft=None, rollouts=None, **options):
 def saved(tmp_path_factory):
     """A checkpoint between two optimizer steps of one generation batch, so that rollouts are part of it."""
     folder = tmp_path_factory.mktemp("saved")
-    trainer = make_trainer(folder, steps_per_generation=2, gradient_accumulation_steps=1)
+    trainer = make_trainer(folder, **MISALIGNED)
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
     trainer.train()
     return folder / "checkpoint-1"
@@ -152,7 +158,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
 
 def test_the_trainer_takes_the_newest_whole_one_and_keeps_apart_what_another_run_left(checkpoint):
     run = checkpoint.parent
-    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 3}
+    options = {"max_steps": 3} | MISALIGNED
     trainer = make_trainer(run, **options)
     trainer.train(resume_from_checkpoint=True)
     assert steps_of(trainer.state.log_history) == [1, 2, 3]
@@ -170,12 +176,26 @@ def test_the_trainer_takes_the_newest_whole_one_and_keeps_apart_what_another_run
     assert [step for step in range(1, 5) if (run / f"checkpoint-{step}").exists()] == [4]
 
 
-def test_a_run_of_an_adapter_goes_on(tmp_path):
-    adapter = LoraConfig(r=2, target_modules=["q_proj"])
-    make_trainer(tmp_path, adapter).train()
-    trainer = make_trainer(tmp_path, adapter, max_steps=2)
-    trainer.train(resume_from_checkpoint=True)
-    assert len(logged(trainer, "loss")) == 2
+# What a checkpoint within a generation batch has of the rest of it.
+WITHIN = {
+    "rows of several lengths": {"rollout_func": ByStep(longest=30), "max_completion_length": 32},
+    "what a correction made": {"rollout_func": ByStep(), "rollout_correction": "token_mask", "lambda_lr": 0.5},
+    "kept tokens": {"deployment_scheme": "bf16", "top_k": 6},
+    "routes": {"deployment_scheme": "fp8", "routing_replay": True, "model": make_experts},
+    "an adapter": {"rollout_func": ByStep(), "peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
+}
+
+
+@pytest.mark.parametrize("fields", WITHIN.values(), ids=WITHIN)
+def test_a_run_resumed_within_a_generation_batch_is_the_uninterrupted_one(tmp_path, fields):
+    fields = MISALIGNED | {"num_iterations": 2, "max_steps": 5, "save_steps": 1} | fields
+    whole, resumed = (
+        helpers.make_trainer(tmp_path, **fields | {"model": fields.get("model", make_model)()}) for _ in range(2)
+    )
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert untimed_rows(resumed, 1) == untimed_rows(whole, 1)
+    assert_same_weights(resumed.model, whole.model)
 
 
 def test_the_settings_of_a_run_that_goes_on_are_recorded_and_the_old_ones_kept(tmp_path):
@@ -312,7 +332,7 @@ def test_a_signal_ends_a_run_after_its_next_step_and_evaluation(tmp_path, event)
     assert steps_of(resumed.state.log_history, "eval_loss") == [1, 2, 3, 4]
 
 
-def test_a_disk_too_full_for_the_last_checkpoint_is_said_so(tmp_path, small_disk):
+def test_a_disk_too_full_for_the_last_checkpoint_is_said_so(small_disk):
     trainer = make_trainer(small_disk / "run", rollouts=LostServer(1), save_steps=500, max_steps=2)
     (small_disk / "filler").write_bytes(bytes((1 << 20) - (40 << 10)))
     with pytest.raises(ServerError, match=r"^the server is gone\. The run could not be saved \(.*resume_from_check"):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from .helpers import (
+    MISALIGNED,
     ROOT,
     read_json,
     read_rows,
@@ -23,7 +24,7 @@ from .helpers import (
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 STEPS = {
     "aligned": {"steps_per_generation": 2, "gradient_accumulation_steps": 2},
-    "reused": {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "num_iterations": 2},
+    "reused": MISALIGNED | {"num_iterations": 2},
     # The checkpoint that is resumed, of step 3, holds the weights that sample, and falls between two optimizer steps
     # of one generation batch, as with the paper's mini-batches.
     "lagging, misaligned": {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "weight_sync_steps": 6},

@@ -16,6 +16,7 @@ from dc_trl.sampled_tokens import SampledTokens
 from dc_trl.sampling.versions import SamplerWeights
 
 from .helpers import (
+    MISALIGNED,
     PENALTIES,
     On,
     Watch,
@@ -55,7 +56,7 @@ def train(tmp_path, resume_from=None, **options):
 # Where TRL scores a batch within the loss, and where it scores it as it is sampled.
 SCORED = [
     pytest.param({}, id="in the loss"),
-    pytest.param({"steps_per_generation": 2, "gradient_accumulation_steps": 1}, id="as sampled"),
+    pytest.param(MISALIGNED, id="as sampled"),
 ]
 
 # --- the sums

@@ -18,6 +18,7 @@ from dc_trl.sampling.schedule import SyncSchedule
 
 from . import helpers
 from .helpers import (
+    MISALIGNED,
     On,
     Rollouts,
     assert_same_weights,
@@ -99,7 +100,7 @@ def test_without_a_lag_nothing_is_logged_of_it(tmp_path):
 
 def test_several_steps_on_a_generation_batch(tmp_path):
     """New weights are due after three steps, and come with the first batch that is sampled from there on."""
-    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "weight_sync_steps": 3, "max_steps": 8}
+    options = MISALIGNED | {"weight_sync_steps": 3, "max_steps": 8}
     weights = watched(tmp_path, **options)
     assert weights.sampled_by() == [0, 0, 0, 0, 4, 4, 4, 4]
     assert logged(weights.trainer, "sync/age") == [0, 2, 0, 2]
@@ -150,7 +151,7 @@ def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_ow
     assert weights.sampled_by() == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
 
 
-@pytest.mark.parametrize("batches", [{}, {"steps_per_generation": 2, "gradient_accumulation_steps": 1}])
+@pytest.mark.parametrize("batches", [{}, MISALIGNED])
 def test_the_correction_gets_the_age_of_each_batch(tmp_path, batches):
     """With two steps a batch, the batch is corrected as it is sampled, for both."""
     options = {"constraint": "none", "rollout_correction": "ppo_clip", "max_steps": 6, "save_steps": 1}

@@ -14,7 +14,10 @@ from dc_trl.constraint.lagrangian import AUTO_BATCHES
 
 from . import helpers
 from .helpers import (
+    ALIGNED,
+    MISALIGNED,
     TINY_MODEL,
+    ByStep,
     Rollouts,
     assert_finite,
     assert_same_weights,
@@ -30,12 +33,6 @@ from .helpers import (
 )
 from .stub_server import stub_server
 from .vllm_server import requires_vllm
-
-
-# Where log π_train comes from. aligned: the generation batch is used up at standing weights, TRL computes no old
-# log-probs; misaligned: the weights move within it, TRL does.
-ALIGNED = {"steps_per_generation": 2, "gradient_accumulation_steps": 2}
-MISALIGNED = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
 
 
 def make_trainer(output_dir, rollouts=None, **options):
@@ -427,17 +424,6 @@ def test_where_nothing_can_be_measured_a_warning_says_so_and_what_measures(tmp_p
 
 
 # --- a trainer that trains again
-
-
-class ByStep(Rollouts):
-    """Rollouts that follow from the step and the position, whatever has been called before."""
-
-    steps: list[int]
-
-    def __call__(self, prompts, trainer):
-        self.steps = [*getattr(self, "steps", []), trainer.state.global_step]
-        self.calls = trainer.state.global_step
-        return super().__call__(prompts, trainer)
 
 
 @pytest.mark.parametrize("step", [1, 2])

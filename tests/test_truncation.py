@@ -32,6 +32,7 @@ from dc_trl.sampling.replica import Replica
 
 from . import helpers
 from .helpers import (
+    MISALIGNED,
     Rollouts,
     assert_finite,
     assert_same_weights,
@@ -312,10 +313,10 @@ def test_without_truncation_vllm_names_its_most_probable_tokens_whichever_was_sa
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-def train(output_dir, kind=DCGRPOTrainer, model=None, resume_from=None, **fields):
+def train(output_dir, kind=DCGRPOTrainer, model=None, **fields):
     fields = {"deployment_scheme": None if "rollout_func" in fields else "bf16", "max_steps": 2} | fields
     trainer = helpers.make_trainer(output_dir, model, kind=kind, eval_dataset=make_prompts(4), **fields)
-    trainer.train(resume_from)
+    trainer.train()
     return trainer
 
 
@@ -436,7 +437,7 @@ def test_what_is_measured_alone_is_what_a_constraint_would_act_on(tmp_path, seen
 def test_what_is_measured_alone_is_of_the_policy_and_not_of_its_reference(tmp_path):
     """Which is the model without its random adapter; length-aware batches would hide its columns from the batch."""
     fields = {"top_k": 5, "beta": 0.1, "length_aware_batches": False}
-    fields |= {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
+    fields |= MISALIGNED
     measured = []
     for constraint in ACTS_ON_NOTHING:
         adapter = LoraConfig(target_modules="all-linear", init_lora_weights=False)
@@ -447,7 +448,7 @@ def test_what_is_measured_alone_is_of_the_policy_and_not_of_its_reference(tmp_pa
     assert max(measured[0]) < 0.05
 
 
-@pytest.mark.parametrize("steps", [{}, {"steps_per_generation": 2, "gradient_accumulation_steps": 1}], ids=by_name)
+@pytest.mark.parametrize("steps", [{}, MISALIGNED], ids=by_name)
 def test_losses_of_what_is_measured_alone_are_trls_own(tmp_path, steps):
     def keep(call, completions, logprobs):
         for ids, values in zip(completions, logprobs, strict=True):
@@ -498,16 +499,3 @@ def test_vllm_needs_a_bound_to_name_what_it_keeps(tmp_path):
     vllm["vllm_mode"] = "colocate"
     assert make_config(tmp_path, **vllm, top_k=20).named_tokens == 20
     assert make_config(tmp_path, **vllm, top_k=21, constraint="none").named_tokens == 0
-
-
-# --- runs in processes of their own ---------------------------------------------------------------------------------
-
-
-def test_a_run_resumed_within_a_generation_batch_goes_on_as_if_it_had_not_stopped(tmp_path):
-    options = {"deployment_scheme": "bf16", "steps_per_generation": 2, "gradient_accumulation_steps": 1}
-    options |= {"num_iterations": 2, "max_steps": 6, "save_steps": 1}
-    whole = train(tmp_path / "whole", top_k=6, **options)
-    train(tmp_path / "part", top_k=6, **options | {"max_steps": 3})
-    resumed = train(tmp_path / "part", resume_from=True, top_k=6, **options)
-    for name in ("loss", "grad_norm", "discrepancy/mean", "lagrangian/lambda"):
-        assert logged(resumed, name) == logged(whole, name) != []
