@@ -328,6 +328,13 @@ PENALTIES = {
 }
 
 
+def draw_completion(rng: random.Random, longest: int) -> tuple[list[int], list[float]]:
+    """Tokens with an end token behind them, and a log-probability of each."""
+    length = rng.randint(1, longest)
+    ids = [rng.randrange(10, 200) for _ in range(length)] + [1]
+    return ids, [-rng.uniform(0.01, 6.0) for _ in ids]
+
+
 class Rollouts:
     """Rollout function whose completions and log-probabilities follow from the call and the position alone.
 
@@ -343,12 +350,9 @@ class Rollouts:
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list]:
         offset = trainer.accelerator.process_index * len(prompts)
-        completions, logprobs = [], []
-        for index in range(offset, offset + len(prompts)):
-            rng = random.Random(1000 * self.calls + index)
-            length = rng.randint(1, self._longest)
-            completions.append([rng.randrange(10, 200) for _ in range(length)] + [1])
-            logprobs.append([-rng.uniform(0.01, 6.0) for _ in range(length + 1)])
+        seeds = (1000 * self.calls + index for index in range(offset, offset + len(prompts)))
+        drawn = [draw_completion(random.Random(seed), self._longest) for seed in seeds]
+        completions, logprobs = map(list, zip(*drawn, strict=True))
         if self._edit is not None:
             self._edit(self.calls, completions, logprobs)
         self.calls += 1

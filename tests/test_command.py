@@ -132,6 +132,8 @@ train | no setting is given: name a configuration by --config
 train --lamda_init 0.5 | --lamda_init is not a field of the configuration: did you mean --lambda_init?
 train --help lamda_init | lamda_init is not a field of the configuration: did you mean lambda_init?
 train --max_step 3 | did you mean --max_steps?
+train --config quickstart --max_steps | expected one argument
+train --config quickstart --reward_weights nan | reward_weights=nan
 train --max_steps many | invalid int value: 'many'
 train --config quikstart | config='quikstart' is not a file: give the path of a YAML file
 train --config wrong.yaml | lamda_lr is not a field of the configuration: did you mean lambda_lr?

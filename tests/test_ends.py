@@ -110,11 +110,20 @@ class BrokenReward:
         return distinct_characters(completions)
 
 
-# What breaks, how many steps have ended by then, and how batches are made.
-
 ACCUMULATED = {"steps_per_generation": 1, "gradient_accumulation_steps": 2}
+# What breaks, how many steps have ended by then, and how batches are made.
 BREAKS = {
     "the reward of the second micro-batch": (BrokenReward(6), 2, ACCUMULATED),
+    "a part of a batch and of an accumulation": (
+        breaking("on_substep_end", 1),
+        1,
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    ),
+    "the first of two batches, whose δ̄ is measured again": (
+        breaking("on_substep_end", 1),
+        1,
+        ACCUMULATED | {"discrepancy_tolerance": "auto"},
+    ),
     "the second one": (breaking("on_pre_optimizer_step", 3), 3, MISALIGNED),
     "an epoch": (breaking("on_epoch_begin", 4), 4, {"prompts": 4}),
 }
@@ -183,8 +192,7 @@ def test_what_only_records_does_not_end_what_trains(tmp_path):
     assert list(checkpoints(tmp_path)) == [3, 2, 1]
     (tmp_path / "history.jsonl").rmdir()
     (tmp_path / "moved").rename(tmp_path / "history.jsonl")
-    again = make_trainer(tmp_path, max_steps=3, export_run=True)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    make_trainer(tmp_path, max_steps=3, export_run=True).train(str(tmp_path / "checkpoint-2"))
     assert steps_of(read_rows(tmp_path / "history.jsonl")) == [1, 2, 3]
 
 

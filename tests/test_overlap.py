@@ -249,8 +249,7 @@ def test_a_batch_ahead_that_does_not_fit_is_dropped_with_a_word(tmp_path, caplog
         ):
             caplog.clear()
             server.asked.clear()
-            trainer = make_trainer(server.url, tmp_path / "other", **{"max_steps": 4} | changed)
-            trainer.train(resume_from_checkpoint=checkpoint)
+            make_trainer(server.url, tmp_path / "other", **changed).train(checkpoint)
             assert words in caplog.text
             assert len(rollouts(server)) == 2
             weights(rollouts(server))  # of weights that no run holds any more, none sampled

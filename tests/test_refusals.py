@@ -406,7 +406,7 @@ def test_of_a_trainer(tmp_path, monkeypatch, settings, words):
 
 def test_a_refusal_names_the_file_whose_field_it_is_and_no_other(tmp_path, capsys):
     file = tmp_path / "run.yaml"
-    for line in ("lambda_lr: fast", "lambda_lr: -1", "lamda_lr: 1", "save_strategy: sometimes"):
+    for line in ("lambda_lr: fast", "lambda_lr: -1", "lamda_lr: 1", "save_strategy: sometimes", "learning_rate: [1]"):
         file.write_text(f"{line}\n")
         with pytest.raises(SystemExit, match=f"^error: {file}: {line.partition(':')[0]}"):
             call("train", ["--config", str(file)])

@@ -272,40 +272,6 @@ def test_a_lost_server_leaves_a_checkpoint_of_the_last_step(tmp_path, step):
     assert steps_of(resumed.state.log_history) == [1, 2]
 
 
-def broken(state, **kwargs):
-    """An error within the second optimizer step."""
-    if state.global_step == 1:
-        raise KeyError("a bug")
-
-
-def test_an_error_within_an_iteration_leaves_the_rest_of_it(tmp_path):
-    """The last step that ended lies within a generation batch and an accumulation, of which a part was trained."""
-    options = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 3}
-    trainer = make_trainer(tmp_path / "run", save_steps=500, **options)
-    trainer.add_callback(On("on_substep_end", broken))
-    with pytest.raises(KeyError) as error:
-        trainer.train()
-    assert "The run is saved" in error.value.__notes__[0]
-    whole, resumed = make_trainer(tmp_path / "whole", **options), make_trainer(tmp_path / "run", **options)
-    whole.train()
-    resumed.train(resume_from_checkpoint=True)
-    for name in ("loss", "lagrangian/lambda"):
-        assert logged(resumed, name)[:2] == logged(whole, name)[:2]
-
-
-def test_what_an_error_leaves_is_of_the_step_before_it(tmp_path):
-    """Two generation batches make a step, and the error comes between them: δ̄ of the first one is measured again."""
-    options = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "max_steps": 2}
-    options |= {"discrepancy_tolerance": "auto"}
-    trainer = make_trainer(tmp_path, save_steps=500, **options)
-    trainer.add_callback(On("on_substep_end", broken))
-    with pytest.raises(KeyError):
-        trainer.train()
-    resumed = make_trainer(tmp_path, **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert len(resumed.lagrange_multiplier.state_dict()["observed"]) == 4
-
-
 EVALUATED = {"eval_steps": 1, "eval_dataset": make_prompts(4)}
 
 

@@ -171,6 +171,7 @@ ENGINES = {
 def test_weights_that_do_not_move_do_not_lag(tmp_path, engine, scored):
     """At a learning rate of 0, whatever the age, nothing is pulled at and nothing is masked, by any remedy."""
     options = engine | scored | {"learning_rate": 0.0, "per_device_train_batch_size": 8, "max_completion_length": 8}
+    options["max_steps"] = 3
     grpo = train(tmp_path / "grpo", **options)
     pull = {"constraint": "static", "constraint_form": "log_ratio", "constraint_target": "lag"}
     clip = {"rollout_correction": "ppo_clip(1, 1)", "rollout_correction_target": "lag"}

@@ -143,8 +143,7 @@ def test_each_part_gets_what_was_spent_in_it(tmp_path, accumulation):
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=2, save_steps=1)
-    trainer.train()
+    make_trainer(tmp_path, max_steps=2, save_steps=1).train()
     saved = read_json(tmp_path / "checkpoint-1" / "dc_grpo_state.json")["seconds"]
     assert saved["loss"] > 0
     fake = FakeTime()
