@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import json
@@ -481,7 +482,7 @@ class Watch(TrainerCallback):
         trainer.add_callback(self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.weights[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+        self.weights[state.global_step] = copy.deepcopy(model.state_dict())
 
     def compared_lags(self, copy: Any, tolerance: float) -> list[torch.Tensor]:
         """The lag of the tokens of each batch whose weights lagged, compared with that of another model's forwards."""

@@ -4,6 +4,7 @@ TRL's trainer asks a GPU for its peak FLOPS and for FlashAttention 3, whose defi
 are compared with TRL's own trainer and with the formulas, written out.
 """
 
+import copy
 import math
 import queue
 import random
@@ -282,7 +283,7 @@ def test_the_lag_of_each_sample_is_that_of_the_weights_that_began_it(make_traine
     step = trainer.training_step
 
     def watched(model, *args):
-        weights[trainer.state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+        weights[trainer.state.global_step] = copy.deepcopy(model.state_dict())
         return step(model, *args)
 
     trainer.training_step = watched

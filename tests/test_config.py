@@ -8,7 +8,7 @@ from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.constraint.lagrangian import LagrangeMultiplier
 from dc_trl.settings.recipes import RECIPES
 
-from .helpers import make_config, refuses
+from .helpers import distinct_characters, make_config, refuses
 
 
 def fields_of(config):
@@ -86,6 +86,11 @@ def test_values_that_keep_every_token_do_not_truncate(tmp_path):
     assert make_config(tmp_path, **truncating).truncations == truncating
     neutral = {"top_p": 1.0, "temperature": 1.0}
     assert not make_config(tmp_path, top_p=1.0, top_k=-1, min_p=0.0, generation_kwargs=neutral).truncations
+
+
+def test_a_constraint_without_log_probabilities_is_refused_before_the_model_loads(tmp_path):
+    with refuses(ValueError, "constraint='static'", "deployment_scheme", "use_vllm=True", "'none'"):
+        DCGRPOTrainer("no/such-model", distinct_characters, make_config(tmp_path, constraint="static"))
 
 
 def test_a_plain_grpo_config_is_refused(tmp_path):

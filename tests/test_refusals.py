@@ -24,7 +24,7 @@ from dc_trl.command.arguments import ARGUMENTS
 from dc_trl.settings.contradictions import CONTRADICTIONS, NO_EFFECT
 from dc_trl.settings.fields import TRL_ALLOWED, own_fields, require_fields
 
-from .helpers import TINY_MODEL, distinct_characters, refuses
+from .helpers import TINY_MODEL, distinct_characters, make_model, refuses
 
 
 # So that the machine of the tests has no part in what is refused.
@@ -400,7 +400,7 @@ def test_of_a_trainer(tmp_path, monkeypatch, settings, words):
         "peft_config": {"peft_config": LoraConfig()},
     }
     with pytest.raises(ValueError, match=r"^[^\n]+$") as refused:
-        DCGRPOTrainer("no/such-model", reward, config, data, **others.get(given, {}))  # which is not loaded before
+        DCGRPOTrainer(make_model(), reward, config, data, **others.get(given, {}))
     assert_names(refused.value, words)
 
 
