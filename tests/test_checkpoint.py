@@ -210,7 +210,7 @@ writer(model).write(slowly(), {str(checkpoint)!r})
 """
     process = subprocess.Popen([sys.executable, "-c", PROLOGUE + code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "half\n"
-    (half,) = tmp_path.glob(".*.partial")
+    (half,) = tmp_path.glob("*.partial")
     # While that process lives, another writer leaves its folder alone.
     write(make_model(64, seed=0), "fp8", checkpoint)
     assert half.exists()
