@@ -206,11 +206,12 @@ def test_fsdp_in_one_process_is_refused(tmp_path, monkeypatch):
 )
 def test_one_process_may_load_what_the_others_get(tmp_path, monkeypatch, version, adapter):
     """`test_refusals.py` has the models that they do not get."""
-    config, data = make_config(tmp_path, beta=0.1), helpers.make_prompts(4)
+    given = {"model": str(TINY_MODEL), "reward_funcs": distinct_characters, "peft_config": adapter}
+    given |= {"args": make_config(tmp_path, beta=0.1), "train_dataset": helpers.make_prompts(4)}
     environment = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": version}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    require_startable(str(TINY_MODEL), distinct_characters, config, data, peft_config=adapter)
+    require_startable(**given)
 
 
 def test_a_server_is_not_started_by_a_process_of_zero_3():
