@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from dc_trl import DCGRPOTrainer
 
 from .helpers import TINY_MODEL, Rollouts, distinct_characters, logged
-from .test_batching_trainer import KINDS, Spread, configs, gaps, half_and_half, tokens, train
+from .test_batching_trainer import KINDS, Spread, gaps, half_and_half, tokens, train
 from .test_trainer import empty_completions
 
 
@@ -39,8 +39,10 @@ CASES = {
 OURS = {
     "empty completions": {"steps_per_generation": 8},
     "constraint": {"constraint": "lagrangian", "steps_per_generation": 8},
-    "dropped groups": {"drop_zero_std_groups": True, "steps_per_generation": 8},
+    "dropped groups": {"reward": half_and_half, "drop_zero_std_groups": True, "steps_per_generation": 8},
     "dropped there": {
+        "reward": equal_there,
+        "model": str(TINY_MODEL),  # the reference is loaded
         "drop_zero_std_groups": True,
         "beta": 0.1,
         "gradient_accumulation_steps": 1,
@@ -50,7 +52,6 @@ OURS = {
         "max_steps": 3,
     },
 }
-REWARDS = {"dropped groups": half_and_half, "dropped there": equal_there}
 # Means over the tokens of all processes, which TRL logs.
 MEANS = ("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
 
@@ -59,17 +60,11 @@ def main() -> None:
     folder = Path(sys.argv[1])
     found = {}
     for name, options in (CASES | OURS).items():
-        configured = configs(folder, **{"max_steps": 2} | options)
-        kinds = KINDS
-        if name in OURS:
-            kinds = (DCGRPOTrainer, DCGRPOTrainer)
-            without = options | {"length_aware_batches": False}
-            configured = configured[0], configs(folder, **{"max_steps": 2} | without)[0]
+        options = {"max_steps": 2} | options
         runs = []
-        for kind, config in zip(kinds, configured, strict=True):
+        for kind, length_aware in zip((DCGRPOTrainer,) * 2 if name in OURS else KINDS, (True, False), strict=True):
             rollouts = Rollouts(30, edit=only_there) if name == "empty completions" else Spread()
-            model = str(TINY_MODEL) if config.beta else None  # the reference is loaded
-            runs.append(train(kind, config, rollouts, model, REWARDS.get(name, distinct_characters)))
+            runs.append(train(kind, folder, rollouts, length_aware_batches=length_aware, **options))
         found[name] = {
             "gaps": gaps(*runs),
             "means": [{mean: logged(run.trainer, mean) for mean in MEANS} for run in runs],

@@ -19,7 +19,15 @@ from peft import LoraConfig
 
 from dc_trl import DCGRPOTrainer
 
-from .helpers import Rollouts, at_server, make_experts, make_model, make_prompts, make_trainer
+from .helpers import (
+    Rollouts,
+    at_server,
+    draw_completion,
+    make_experts,
+    make_model,
+    make_prompts,
+    make_trainer,
+)
 from .stub_server import stub_server
 
 
@@ -38,18 +46,14 @@ class Known(DCGRPOTrainer):
         training = self.model.training
         call = self.calls if training else -1
         self.calls += training
-        completions, logprobs = [], []
-        for number, prompt in enumerate(prompt_ids):
-            rng = random.Random(f"{call} {prompt} {number % GROUP if training else 0}")
-            length = rng.randint(1, 7)
-            completions.append([rng.randrange(10, 200) for _ in range(length)] + [1])
-            logprobs.append([-rng.uniform(0.01, 6.0) for _ in range(length + 1)])
+        seeds = (f"{call} {prompt} {number % GROUP if training else 0}" for number, prompt in enumerate(prompt_ids))
+        completions, logprobs = zip(*(draw_completion(random.Random(seed), 7) for seed in seeds), strict=True)
         spoil, part = self.spoiled
         first = self.accelerator.process_index * len(completions)
         for number in range(GLOBAL)[part] if training else ():
             if first <= number < first + len(completions):
                 spoil(completions[number - first])
-        return completions, logprobs
+        return list(completions), list(logprobs)
 
 
 def truncate(ids):
@@ -160,7 +164,7 @@ SAMPLED = {
 
 
 def sample(folder: Path, name: str) -> dict:
-    fields = {"deployment_scheme": "fp8", "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lambda_lr": 5.0}
+    fields = {"deployment_scheme": "fp8", "max_steps": 4, "save_steps": 2, "lambda_lr": 5.0}
     fields |= AT_THE_LAG  # saved between two synchronizations
     fields |= {"per_device_train_batch_size": GLOBAL // int(os.environ["WORLD_SIZE"])}
     trainer = make_trainer(folder / name, make_model(64), **fields)

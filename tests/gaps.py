@@ -1,5 +1,6 @@
 """How far what an engine says of its own samples is from what a policy in its scheme would say of them."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ class SampledBy(TrainerCallback):
         self._policies: list[dict[str, Any]] = []
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        self._policies.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        self._policies.append(copy.deepcopy(model.state_dict()))
 
     def on_step_end(self, args, state, control, **kwargs):
         # The engine still holds what sampled in this step; the policy has moved on.

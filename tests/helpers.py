@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import json
@@ -9,6 +10,7 @@ import math
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +33,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     TrainerCallback,
@@ -75,7 +78,9 @@ def succeed(command: list, **options: Any) -> subprocess.CompletedProcess:
 
 
 @contextmanager
-def refuses(kind: type[BaseException], *words: object) -> Iterator[pytest.ExceptionInfo]:
+def refuses(
+    kind: type[BaseException] | tuple[type[BaseException], ...], *words: object
+) -> Iterator[pytest.ExceptionInfo]:
     """What ends in this error, whose message has all these words: a setting with its value, and what to change."""
     with pytest.raises(kind) as refused:
         yield refused
@@ -173,6 +178,13 @@ def largest_allocation(call: Callable[[], Any]) -> int:
     return max(event.self_cpu_memory_usage for event in profiled.events())
 
 
+def reward_model() -> Qwen3ForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3Config(vocab_size=262, num_key_value_heads=1, head_dim=8, pad_token_id=0, num_labels=1, **sizes)
+    return Qwen3ForSequenceClassification(config).eval()
+
+
 def make_experts(width: int = 64, seed: int = 0) -> Qwen3MoeForCausalLM:
     """A random mixture of experts."""
     torch.manual_seed(seed)
@@ -205,6 +217,19 @@ def random_model(config: type, **fields: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config(**sizes | heads | fields))
 
 
+# Fields of a small DeepSeek-V3.
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+}
+DEEPSEEK |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+# Where log π_train comes from. aligned: the generation batch is used up at standing weights, TRL computes no old
+# log-probs; misaligned: the weights move within it, TRL does.
+ALIGNED = {"steps_per_generation": 2, "gradient_accumulation_steps": 2}
+MISALIGNED = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
 # Fields of a mixture in a layout that no engine reads quantized, or that no checkpoint names one by one.
 TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
@@ -264,6 +289,13 @@ def plain_config(config: DCGRPOConfig, **changes: Any) -> GRPOConfig:
     return GRPOConfig(**{name: value for name, value in vars(config).items() if name in known} | changes)
 
 
+def save(model: Any, folder: Path, tokenizer: Any = None) -> Path:
+    """Saves a model with a tokenizer, ours if none is given; returns the folder."""
+    model.save_pretrained(folder)
+    (make_tokenizer() if tokenizer is None else tokenizer).save_pretrained(folder)
+    return folder
+
+
 def make_trainer(output_dir: Any, model: Any = None, reward: Any = None, kind: Any = DCGRPOTrainer, **options: Any):
     """A trainer of a random model. Options are arguments of the trainer, and fields of its configuration."""
     names = inspect.signature(GRPOTrainer).parameters.keys()
@@ -272,7 +304,7 @@ def make_trainer(output_dir: Any, model: Any = None, reward: Any = None, kind: A
     return kind(
         make_model() if model is None else model,
         reward or distinct_characters,
-        plain_config(config) if kind is GRPOTrainer else config,
+        config if issubclass(kind, DCGRPOTrainer) else plain_config(config),
         **{"train_dataset": make_prompts(), "processing_class": make_tokenizer()} | arguments,
     )
 
@@ -283,9 +315,25 @@ def at_server(url: str | None) -> dict[str, Any]:
     return fields | {"vllm_server_base_url": url}
 
 
-def distinct_characters(completions: list[str], **kwargs: Any) -> list[float]:
-    """A reward that differs between completions."""
-    return [len(set(completion)) / 10 for completion in completions]
+def distinct_characters(completions: list[Any], **kwargs: Any) -> list[float]:
+    """A reward that differs between completions, which are texts or conversations."""
+    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    return [len(set(text)) / 10 for text in texts]
+
+
+# Penalties of the forms of the constraint, of log π_train and log π_inf of a token.
+PENALTIES = {
+    "injected": lambda a, b: (a.exp() - b.exp()).abs(),
+    "quadratic": lambda a, b: a.exp() - b.exp(),
+    "log_ratio": lambda a, b: a - b,
+}
+
+
+def draw_completion(rng: random.Random, longest: int) -> tuple[list[int], list[float]]:
+    """Tokens with an end token behind them, and a log-probability of each."""
+    length = rng.randint(1, longest)
+    ids = [rng.randrange(10, 200) for _ in range(length)] + [1]
+    return ids, [-rng.uniform(0.01, 6.0) for _ in ids]
 
 
 class Rollouts:
@@ -303,12 +351,9 @@ class Rollouts:
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list]:
         offset = trainer.accelerator.process_index * len(prompts)
-        completions, logprobs = [], []
-        for index in range(offset, offset + len(prompts)):
-            rng = random.Random(1000 * self.calls + index)
-            length = rng.randint(1, self._longest)
-            completions.append([rng.randrange(10, 200) for _ in range(length)] + [1])
-            logprobs.append([-rng.uniform(0.01, 6.0) for _ in range(length + 1)])
+        seeds = (1000 * self.calls + index for index in range(offset, offset + len(prompts)))
+        drawn = [draw_completion(random.Random(seed), self._longest) for seed in seeds]
+        completions, logprobs = map(list, zip(*drawn, strict=True))
         if self._edit is not None:
             self._edit(self.calls, completions, logprobs)
         self.calls += 1
@@ -320,6 +365,17 @@ class Rollouts:
         }
 
 
+class ByStep(Rollouts):
+    """Rollouts that follow from the step and the position, whatever has been called before."""
+
+    steps: list[int]
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, list]:
+        self.steps = [*getattr(self, "steps", []), trainer.state.global_step]
+        self.calls = trainer.state.global_step
+        return super().__call__(prompts, trainer)
+
+
 def load_script(name: str) -> ModuleType:
     """A script of the project, as a module; as Python does, it finds what lies beside it."""
     if str(ROOT / "scripts") not in sys.path:
@@ -329,6 +385,13 @@ def load_script(name: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """The words of each command of a shell script; it may go on in the next line, and end in a comment."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line, comments=True):
+            yield words
 
 
 def as_words(options: dict[str, Any]) -> list[str]:
@@ -358,12 +421,18 @@ def plain_logps(model: Any, prompt: list[int], ids: list[int], temperature: floa
     return logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
 
 
+def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """All tensors of two models or checkpoints have the same names and are equal, bit for bit."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()  # PEFT adds adapters in no order
+    for name, tensor in one.items():
+        both = tensor, other[name]
+        # PyTorch compares no numbers in FP8.
+        assert torch.equal(*(each.view(torch.uint8) if each.dtype.itemsize == 1 else each for each in both)), name
+
+
 def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
     """All parameters of two models have the same names and are equal, bit for bit."""
-    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
-    assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()  # PEFT adds adapters in no order
-    for name, parameter in mine.items():
-        assert torch.equal(parameter, theirs[name]), name
+    assert_same_tensors(dict(one.named_parameters()), dict(other.named_parameters()))
 
 
 def corrected_tokens(trainer: Any, **options: Any) -> list[SampledTokens]:
@@ -413,7 +482,7 @@ class Watch(TrainerCallback):
         trainer.add_callback(self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.weights[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+        self.weights[state.global_step] = copy.deepcopy(model.state_dict())
 
     def compared_lags(self, copy: Any, tolerance: float) -> list[torch.Tensor]:
         """The lag of the tokens of each batch whose weights lagged, compared with that of another model's forwards."""
@@ -467,6 +536,17 @@ def untimed(log: list[dict[str, Any]], after: int = 0) -> list[dict[str, Any]]:
 
 def untimed_rows(trainer: Any, after: int = 0) -> list[dict[str, Any]]:
     return untimed(trainer.state.log_history, after)
+
+
+def restore(one: Any, other: Any) -> Any:
+    """Gives one the state of the other, as it comes out of a file of JSON; returns it."""
+    one.load_state_dict(json.loads(json.dumps(other.state_dict())))
+    return one
+
+
+def steps_of(rows: Iterable[dict[str, Any]], name: str = "loss") -> list[int]:
+    """Steps of the rows of a history that have this metric."""
+    return [row["step"] for row in rows if name in row]
 
 
 def assert_finite(trainer: Any) -> None:

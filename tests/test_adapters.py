@@ -8,7 +8,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from .helpers import assert_same_weights, logged, make_model, make_tokenizer, make_trainer
+from .helpers import (
+    assert_same_weights,
+    logged,
+    make_model,
+    make_trainer,
+    save,
+    tensors_in,
+)
 
 
 LORA = {"r": 4, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": ["q_proj", "down_proj"]}
@@ -16,12 +23,8 @@ LORA = {"r": 4, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": ["q_proj
 
 def save_adapter(folder, base, **options):
     """A trained adapter of a model that is saved beside it; both folders."""
-    base.save_pretrained(folder / "base")
-    make_tokenizer().save_pretrained(folder / "base")
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(**LORA | options, init_lora_weights=False)
-    )
-    model.save_pretrained(folder / "adapter")
+    save(base, folder / "base")
+    get_peft_model(base, LoraConfig(**LORA | options, init_lora_weights=False)).save_pretrained(folder / "adapter")
     return folder / "adapter", folder / "base"
 
 
@@ -40,8 +43,7 @@ def going_on(output_dir, trained, **fields):
 @pytest.mark.long
 def test_a_run_from_an_adapter_is_resumed_with_its_reference(tmp_path, trained):
     """With beta the reference is the adapter that the run began with: in a resumed run too."""
-    fields = {"learning_rate": 1e-2, "beta": 0.1, "max_steps": 3, "deployment_scheme": "bf16"}
-    fields |= {"save_steps": 1}
+    fields = {"learning_rate": 1e-2, "beta": 0.1, "max_steps": 3, "deployment_scheme": "bf16", "save_steps": 1}
     whole = going_on(tmp_path, trained, **fields)
     whole.train()
     assert logged(whole, "kl")[0] == pytest.approx(0.0, abs=1e-6)  # and not that to the base
@@ -62,14 +64,13 @@ def test_an_adapter_goes_on_in_python(tmp_path, trained, beta):
     trainer.save_model()
     if beta:
         assert logged(trainer, "kl")[0] == pytest.approx(0.0, abs=1e-6)
-    saved = load_file(tmp_path / "run" / "adapter_model.safetensors")
-    start = load_file(adapter / "adapter_model.safetensors")
+    saved, start = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "run", adapter))
     assert saved.keys() == start.keys()
     assert all(not torch.equal(saved[name], start[name]) for name in start)
     # What is deployed is the adapter that trained, and not the reference.
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run")
     trainer.save_deployment(tmp_path / "deployment")
-    deployed = load_file(tmp_path / "deployment" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
     expected = again.merge_and_unload().model.layers[0].self_attn.q_proj.weight
-    scale = load_file(tmp_path / "deployment" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight_scale"]
-    torch.testing.assert_close(deployed.float() * scale.float(), expected, rtol=0.07, atol=1e-3)
+    deployed, name = tensors_in(tmp_path / "deployment"), "model.layers.0.self_attn.q_proj.weight"
+    found = deployed[name].float() * deployed[f"{name}_scale"].float()
+    torch.testing.assert_close(found, expected, rtol=0.07, atol=1e-3)

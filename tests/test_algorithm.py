@@ -4,39 +4,28 @@ import pytest
 import torch
 
 from .helpers import (
+    ALIGNED,
+    MISALIGNED,
     ROOT,
     Rollouts,
     assert_same_weights,
     code_blocks,
-    distinct_characters,
     logged,
-    make_config,
     make_model,
-    make_prompts,
-    plain_config,
+    make_trainer,
 )
-from .test_trainer import ALIGNED, MISALIGNED, make_trainer
 
 
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
-def test_the_class_of_the_page_trains_as_ours(tmp_path, tokenizer, steps):
+def test_the_class_of_the_page_trains_as_ours(tmp_path, steps):
     blocks = code_blocks((ROOT / "docs" / "CONTRIBUTING.md").read_text(), "python")
     (source,) = (block for block in blocks if "OnePageDCGRPO" in block)
     exec(source, page := {})
-    config = make_config(
-        tmp_path / "ours", recipe="paper", constraint="lagrangian", length_aware_batches=False, max_steps=4, **steps
-    )
-    ours = make_trainer(config, tokenizer, Rollouts())
+    fields = {"constraint": "lagrangian", "length_aware_batches": False, "max_steps": 4} | steps
+    ours = make_trainer(tmp_path / "ours", rollout_func=Rollouts(), **fields)
     ours.train()
-    theirs = page["OnePageDCGRPO"](
-        make_model(),
-        distinct_characters,
-        plain_config(config, output_dir=str(tmp_path / "page")),
-        train_dataset=make_prompts(),
-        processing_class=tokenizer,
-        rollout_func=Rollouts(),
-    )
-    theirs.lambda_, theirs.lambda_lr = config.lambda_init, config.lambda_lr
+    theirs = make_trainer(tmp_path / "page", kind=page["OnePageDCGRPO"], rollout_func=Rollouts(), **fields)
+    theirs.lambda_, theirs.lambda_lr = ours.args.lambda_init, ours.args.lambda_lr
     theirs.train()
     for name in ("loss", "grad_norm", "lagrangian/lambda", "discrepancy/mean"):
         assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-12), name

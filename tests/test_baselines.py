@@ -10,7 +10,13 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.command.arguments import RunArguments
 from dc_trl.command.build import build_trainer
 
-from .helpers import ROOT, TINY_MODEL, logged, make_prompts
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    as_words,
+    logged,
+    make_prompts,
+)
 from .vllm_server import requires_vllm
 
 
@@ -27,9 +33,8 @@ METHODS = {name: dict(line.split(": ", 1) for line in re.findall(r"`([^`]+)`", l
 
 
 def parsed(fields, *options):
-    words = [word for name, value in fields.items() for word in (f"--{name}", value)]
     config = str(ROOT / "configs" / "quickstart_vllm_fp8.yaml")
-    return RunArguments.parse(["--config", config, *words, *options])
+    return RunArguments.parse(["--config", config, *as_words(fields), *options])
 
 
 def lengths(completions, **kwargs):

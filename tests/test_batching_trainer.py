@@ -27,13 +27,11 @@ from dc_trl.parts.length_aware_batches import LengthAwareBatches
 from .helpers import (
     TWO_PROCESSES,
     Rollouts,
-    distinct_characters,
     logged,
-    make_config,
     make_experts,
     make_model,
     make_tokenizer,
-    plain_config,
+    make_trainer,
     succeed,
 )
 
@@ -79,22 +77,27 @@ class Run(NamedTuple):
     widths: list[tuple[int, int]]  # rows and columns of each forward
 
 
-def train(kind, config, rollouts=None, model=None, reward=distinct_characters, resume_from=None, **options) -> Run:
-    scheme = getattr(config, "deployment_scheme", None)
-    trainer = kind(
-        make_model() if model is None else model,
-        reward,
-        config,
-        rollout_func=None if scheme else rollouts or Spread(),
-        **{"train_dataset": make_prompts(), "processing_class": make_tokenizer()} | options,
-    )
+FIELDS = {
+    "constraint": "none",
+    "learning_rate": 1e-3,
+    "max_completion_length": 32,
+    "gradient_accumulation_steps": 4,
+    "max_grad_norm": 1e9,  # gradients are compared as they are
+}
+
+
+def train(kind, output_dir, rollouts=None, **options) -> Run:
+    scheme = options.get("deployment_scheme")
+    rollouts = None if scheme else rollouts or Spread()
+    options = FIELDS | {"train_dataset": make_prompts()} | options
+    trainer = make_trainer(output_dir, kind=kind, rollout_func=rollouts, **options)
     if scheme:
         Shortened(trainer)
     trainer.add_callback(gradients := Gradients())
     widths = []
     for policy in filter(None, (trainer.model, trainer.ref_model)):
         policy.get_input_embeddings().register_forward_hook(lambda _, ids, __: widths.append(tuple(ids[0].shape)))
-    trainer.train(resume_from)
+    trainer.train()
     return Run(trainer, gradients.steps, widths)
 
 
@@ -121,21 +124,6 @@ def tokens(run: Run) -> int:
     return sum(rows * width for rows, width in run.widths)
 
 
-def configs(tmp_path, **options):
-    """For our trainer and for TRL's, with the same settings of TRL."""
-    options = {
-        "constraint": "none",
-        "learning_rate": 1e-3,
-        "max_completion_length": 32,
-        "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 4,
-        "max_grad_norm": 1e9,  # gradients are compared as they are
-    } | options
-    ours = make_config(tmp_path, **options)
-    return ours, plain_config(ours)
-
-
 # Micro-batches of an optimizer step and of a generation batch, and passes over it. Where they do not fit, steps cut
 # generation batches at places of their own, and an epoch ends with a shorter step.
 STEPS = {
@@ -159,11 +147,8 @@ CASES = [*((steps, "grpo") for steps in STEPS), *(("two steps", loss) for loss i
 @pytest.mark.parametrize(("steps", "loss"), CASES)
 def test_gradients_are_trls(tmp_path, steps, loss):
     options = STEPS[steps] | LOSSES[loss]
-    ours, theirs = configs(tmp_path, **options)
-    found, expected = (
-        train(kind, config, Spread(never_ended="mask_truncated_completions" in options))
-        for kind, config in zip(KINDS, (ours, theirs), strict=True)
-    )
+    never_ended = "mask_truncated_completions" in options
+    found, expected = (train(kind, tmp_path, Spread(never_ended), **options) for kind in KINDS)
     assert_same_steps(found, expected)
     assert tokens(found) < (0.9 if steps == "across batches" else 0.8) * tokens(expected)
 
@@ -178,22 +163,19 @@ MEANS = {
 
 @pytest.mark.parametrize("loss", MEANS)
 def test_losses_that_are_a_mean_over_the_micro_batch_keep_it(tmp_path, loss):
-    ours, theirs = configs(tmp_path, steps_per_generation=8, **MEANS[loss])
-    found, expected = train(DCGRPOTrainer, ours), train(GRPOTrainer, theirs)
+    found, expected = (train(kind, tmp_path, steps_per_generation=8, **MEANS[loss]) for kind in KINDS)
     assert_same_steps(found, expected)
     assert tokens(found) < tokens(expected)
 
 
-def test_the_auxiliary_loss_of_experts_keeps_the_micro_batch(tmp_path, caplog):
-    ours, theirs = configs(tmp_path, max_steps=2)
-    found = train(DCGRPOTrainer, ours, model=make_experts())
-    assert_same_steps(found, train(GRPOTrainer, theirs, model=make_experts()))
-    ours, theirs = configs(tmp_path, max_steps=2, router_aux_loss_coef=0.0)
-    grouped, expected = (
-        train(kind, each, model=make_experts()) for kind, each in zip(KINDS, (ours, theirs), strict=True)
+def test_the_auxiliary_loss_of_experts_keeps_the_micro_batch(tmp_path):
+    (kept, plain), (grouped, expected) = (
+        [train(kind, tmp_path, max_steps=2, model=make_experts(), **fields) for kind in KINDS]
+        for fields in ({}, {"router_aux_loss_coef": 0.0})
     )
+    assert_same_steps(kept, plain)
     assert_same_steps(grouped, expected)
-    assert tokens(grouped) < tokens(found) < tokens(expected)
+    assert tokens(grouped) < tokens(kept) < tokens(expected)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -202,11 +184,11 @@ def test_the_reference_model_reads_no_padding_either(tmp_path, adapter):
     model = make_model()
     model.save_pretrained(tmp_path / "model")
     runs = []
-    for kind, config in zip(KINDS, configs(tmp_path, beta=0.1, steps_per_generation=8), strict=True):
+    for kind in KINDS:
         policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if adapter else None
         torch.manual_seed(1)
-        runs.append(train(kind, config, model=policy, peft_config=lora))
+        runs.append(train(kind, tmp_path, model=policy, peft_config=lora, beta=0.1, steps_per_generation=8))
     assert_same_steps(*runs)
     assert logged(runs[0].trainer, "kl") == pytest.approx(logged(runs[1].trainer, "kl"), rel=0.5)
     assert tokens(runs[0]) < 0.8 * tokens(runs[1])
@@ -230,38 +212,38 @@ class Shortened:
         ]
 
 
-OURS = {
-    "injected": {"constraint": "lagrangian"},
-    "old log-probs": {"constraint": "lagrangian", "steps_per_generation": 8},
-    "corrected": {"rollout_correction": "token_truncate", "loss_type": "sapo", "steps_per_generation": 8},
-    "dropped groups": {"drop_zero_std_groups": True, "scale_rewards": "none", "steps_per_generation": 8},
-    "truncated": {"constraint": "static", "top_k": 20, "deployment_scheme": "bf16", "steps_per_generation": 8},
-    "routes": {"routing_replay": True, "deployment_scheme": "bf16", "steps_per_generation": 8},
-}
-
-
 def half_and_half(completions, **kwargs):
     """A reward that is the same for every second prompt's completions."""
     return [float(len(set(each)) > 8) if index // 4 % 2 else 0.0 for index, each in enumerate(completions)]
 
 
+OURS = {
+    "injected": {"constraint": "lagrangian"},
+    "old log-probs": {"constraint": "lagrangian", "steps_per_generation": 8},
+    "corrected": {"rollout_correction": "token_truncate", "loss_type": "sapo", "steps_per_generation": 8},
+    "dropped groups": {
+        "reward": half_and_half,
+        "drop_zero_std_groups": True,
+        "scale_rewards": "none",
+        "steps_per_generation": 8,
+    },
+    "truncated": {"constraint": "static", "top_k": 20, "deployment_scheme": "bf16", "steps_per_generation": 8},
+    "routes": {
+        "routing_replay": True,
+        "router_aux_loss_coef": 0.0,
+        "deployment_scheme": "bf16",
+        "steps_per_generation": 8,
+    },
+}
+
+
 @pytest.mark.parametrize("case", OURS)
 def test_gradients_are_those_without_it(tmp_path, case):
-    options = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "max_completion_length": 32}
-    options |= {"constraint": "none", "learning_rate": 1e-3, "max_steps": 2} | OURS[case]
+    options = {"max_steps": 2} | OURS[case]
     runs = []
     for length_aware in (True, False):
-        config = make_config(tmp_path, length_aware_batches=length_aware, router_aux_loss_coef=None, **options)
-        if case == "routes":
-            config.router_aux_loss_coef = 0.0
-        runs.append(
-            train(
-                DCGRPOTrainer,
-                config,
-                model=make_experts() if case == "routes" else None,
-                reward=half_and_half if case == "dropped groups" else distinct_characters,
-            )
-        )
+        model = make_experts() if case == "routes" else None
+        runs.append(train(DCGRPOTrainer, tmp_path, model=model, length_aware_batches=length_aware, **options))
     assert_same_steps(*runs, tolerance=2e-4 if "deployment_scheme" in options else 2e-5)
     for name in ("lagrangian/lambda", "discrepancy/mean", "discrepancy/kl"):
         assert logged(runs[0].trainer, name) == pytest.approx(logged(runs[1].trainer, name), rel=1e-3, abs=1e-6)
@@ -336,29 +318,13 @@ def image_prompts() -> Dataset:
 
 def test_images_go_with_their_completions(tmp_path):
     runs = []
-    for kind, config in zip(KINDS, configs(tmp_path, steps_per_generation=8, max_steps=2), strict=True):
+    for kind in KINDS:
         model, processor = make_llava()
         options = {"model": model, "processing_class": processor, "train_dataset": image_prompts()}
         options["reward"] = lambda completions, **kwargs: [len(set(text[0]["content"])) / 10 for text in completions]
-        runs.append(train(kind, config, Seeing(), **options))
+        runs.append(train(kind, tmp_path, Seeing(), steps_per_generation=8, max_steps=2, **options))
     assert_same_steps(*runs)
     assert any("vision" in name for name in runs[0].gradients[0])
-
-
-# --- a run that is stopped within a generation batch
-
-
-def test_a_run_resumed_within_a_generation_batch_is_the_same(tmp_path):
-    options = {"max_steps": 4, "steps_per_generation": 8, "gradient_accumulation_steps": 4, "save_strategy": "steps"}
-    config, _ = configs(tmp_path, save_steps=1, **options)
-    whole = train(DCGRPOTrainer, config)
-    config, _ = configs(tmp_path / "resumed", **options)
-    rollouts = Spread()
-    rollouts.calls = 1  # the first batch is in the checkpoint
-    resumed = train(DCGRPOTrainer, config, rollouts, resume_from=str(tmp_path / "checkpoint-1"))
-    assert len(resumed.gradients) == 3
-    for one, other in zip(resumed.gradients, whole.gradients[1:], strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 # --- several processes
@@ -387,10 +353,10 @@ def test_two_processes_take_the_same_steps(tmp_path):
 
 def test_means_over_tokens_are_those_of_one_micro_batch(tmp_path):
     """What TRL averages over micro-batches, each by the tokens that it has."""
-    config, _ = configs(tmp_path, learning_rate=0.0)
-    _, whole = configs(tmp_path, learning_rate=0.0, per_device_train_batch_size=16, gradient_accumulation_steps=1)
-    found, expected = train(DCGRPOTrainer, config).trainer, train(GRPOTrainer, whole).trainer
-    assert logged(found, "entropy") == pytest.approx(logged(expected, "entropy"), rel=1e-5)
+    found = train(DCGRPOTrainer, tmp_path, learning_rate=0.0)
+    one = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    whole = train(GRPOTrainer, tmp_path, learning_rate=0.0, **one)
+    assert logged(found.trainer, "entropy") == pytest.approx(logged(whole.trainer, "entropy"), rel=1e-5)
 
 
 ALWAYS = {"routing/flipped_fraction", "discrepancy/drift_tv"}

@@ -1,6 +1,5 @@
 """Benchmarks and training problems in one schema, from rows made for the purpose and from the real ones."""
 
-import json
 import re
 
 import datasets
@@ -116,7 +115,7 @@ def test_real_minerva_golds():
     assert all(row["relative_tolerance"] == MINERVA_RELATIVE_TOLERANCE for row in scientific)
     symbolic = [row["answer"] for row in benchmark if row["relative_tolerance"] == 0]
     assert all(re.search(r"[A-Za-z]", answer) for answer in symbolic)
-    solutions = [json.loads(line)["solution"] for line in (SHARED_DATA / FILES["minerva"]).read_text().splitlines()]
+    solutions = [row["solution"] for row in read_rows(SHARED_DATA / FILES["minerva"])]
     rewritten = [row["id"] for row, text in zip(benchmark, solutions, strict=True) if row["answer"] not in text]
     assert rewritten == ["minerva/5", "minerva/38", "minerva/49"]
     assert all(is_gradable(row["answer"]) for row in benchmark if row["id"] in rewritten)

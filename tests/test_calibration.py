@@ -21,7 +21,15 @@ from dc_trl.sampling.engine_names import EngineSpec
 from dc_trl.sampling.replica import Replica
 from dc_trl.serving.client import ServerClient
 
-from .helpers import TINY_MODEL, as_words, make_model, make_trainer, plain_logps, refuses
+from .helpers import (
+    TINY_MODEL,
+    as_words,
+    make_model,
+    make_trainer,
+    plain_logps,
+    refuses,
+    write_rows,
+)
 from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 
@@ -264,10 +272,9 @@ def test_prompts_are_drawn_from_files(tmp_path, tokenizer, capsys):
     def draw(count=128, seed=0, **fields):
         return draw_prompts(DataArguments(**fields), tokenizer, count, seed)
 
-    bare = tmp_path / "prompts.jsonl"
     questions = [f"{n}+{n}=?" for n in range(10, 20)]
-    bare.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
-    file = {"dataset_name": str(bare), "prompt_column": "question", "answer_column": "question"}
+    bare = write_rows(tmp_path / "prompts.jsonl", ({"question": question} for question in questions))
+    file = {"dataset_name": bare, "prompt_column": "question", "answer_column": "question"}
     drawn = draw(4, **file)
     assert drawn == draw(4, **file) != draw(4, seed=1, **file)
     asked = [message["content"] for (message,) in drawn]

@@ -1,5 +1,6 @@
 """The split of a discrepancy: Shapley values by brute force, causes that are known because the test put them there."""
 
+import copy
 import itertools
 import math
 from dataclasses import replace
@@ -21,7 +22,14 @@ from dc_trl.records.estimators import Estimate
 from dc_trl.sampling.engine_names import EngineSpec
 from dc_trl.serving.fit import schemes_of
 
-from .helpers import floor_and_format, make_model, make_tall_model, refuses, tiny_model
+from .helpers import (
+    assert_same_tensors,
+    floor_and_format,
+    make_model,
+    make_tall_model,
+    refuses,
+    tiny_model,
+)
 from .test_calibration import script
 
 
@@ -133,18 +141,17 @@ def test_depth_raises_the_floor_of_the_lag(tokenizer):
     prompts = arithmetic_dataset(8, 0, "train")["prompt"][:]
 
     def floor_of(model, **settings):
-        before = {name: value.clone() for name, value in model.state_dict().items()}
+        before = copy.deepcopy(model.state_dict())
         engine = calibrate(model, tokenizer, ["replica:bf16"], prompts, **options, **settings).engines[0]
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert_same_tensors(model.state_dict(), before)
         return engine.estimates["lag_floor"].value
 
     shallow = floor_of(tiny_model(), bf16=True)
     assert 1e-8 < shallow < 1e-4
     assert floor_of(make_tall_model(), bf16=True) > 100 * shallow
     assert floor_of(tiny_model(), bf16=False) < 0.01 * shallow
-    unsplit = calibrate(
-        tiny_model(torch.bfloat16), tokenizer, ["replica:bf16"], prompts, split=False, **options
-    ).engines[0]
+    model = tiny_model(torch.bfloat16)
+    (unsplit,) = calibrate(model, tokenizer, ["replica:bf16"], prompts, split=False, **options).engines
     assert "lag_floor" not in unsplit.estimates
 
 
@@ -155,13 +162,13 @@ def test_merging_an_adapter_is_a_cause(tokenizer):
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    before = copy.deepcopy(policy.state_dict())
     found = diagnosis_of(policy, tokenizer, "replica:bf16", [f"{n}+{n}=" for n in range(12)])
     assert list(found.split.shares) == ["precision", "adapter"]
     # The weights are bfloat16, so that nothing but merging rounds them.
     assert found.split.shares["adapter"].low > 0
     assert found.split.unexplained.value <= 1e-5
-    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+    assert_same_tensors(policy.state_dict(), before)
 
 
 def test_the_policy_is_left_as_it_was(tokenizer):
@@ -228,11 +235,14 @@ def test_script_splits_unless_it_is_told_not_to(tmp_path, capsys):
 
 def test_of_several_schemes_the_nearest_is_taken(tokenizer):
     """As of a server whose layers are FP8 in one of two ways: by channel or by block."""
-    assert schemes_of(["CompressedTensorsW8A8Fp8"]) == ["fp8", "fp8_block"]
-    assert schemes_of(["CompressedTensorsW8A16Fp8"]) == ["fp8_w8a16"]  # an "fp8" checkpoint on an older GPU
-    assert schemes_of(["Fp8PerChannelLinearMethod"]) == ["fp8", "fp8_block"]  # vLLM's own --quantization
-    assert schemes_of(["CompressedTensorsW4A4Fp4"]) == ["nvfp4", "nvfp4a16"]
-    assert schemes_of(["CompressedTensorsW8A8Mxfp8"]) == ["mxfp8"]
+    expected = {
+        "CompressedTensorsW8A8Fp8": ["fp8", "fp8_block"],
+        "CompressedTensorsW8A16Fp8": ["fp8_w8a16"],  # an "fp8" checkpoint on an older GPU
+        "Fp8PerChannelLinearMethod": ["fp8", "fp8_block"],  # vLLM's own --quantization
+        "CompressedTensorsW4A4Fp4": ["nvfp4", "nvfp4a16"],
+        "CompressedTensorsW8A8Mxfp8": ["mxfp8"],
+    }
+    assert {name: schemes_of([name]) for name in expected} == expected
     assert schemes_of([]) == ["bf16"]
     policy, prompts = make_model(128), [[20, 30, 40], [50, 60], [70], [80]]
     settings = CalibrationSettings(samples=4, max_tokens=12, **QUIET)

@@ -21,9 +21,11 @@ from dc_trl.quantization.tensors import deployed_tensors, policy_tensors
 from dc_trl.sampling.replica import Replica
 
 from .helpers import (
+    DEEPSEEK,
     ROOT,
     TORCHRUN,
     TWO_EXPERTS,
+    assert_same_tensors,
     files_in,
     make_experts,
     make_model,
@@ -121,21 +123,22 @@ def test_tied_embeddings_that_an_adapter_parts_are_deployed_as_the_policy_comput
     policy = adapted(setting)
     own, plain = token_probabilities(policy), as_it_computes(policy)
     torch.testing.assert_close(token_probabilities(plain), own, rtol=0, atol=1e-4)
+
+    def engines(model, scheme, folder):
+        """The replica, and what transformers loads of the export."""
+        write(model, scheme, folder)
+        yield Replica(model, scheme).model
+        yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
     for scheme in ("bf16", "fp8"):
-        write(policy, scheme, tmp_path / scheme)
-        exported = AutoModelForCausalLM.from_pretrained(tmp_path / scheme, dtype=torch.float32)
-        engines = {"replica": Replica(policy, scheme).model, "export": exported}
-        write(plain, scheme, tmp_path / f"plain-{scheme}")
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / f"plain-{scheme}", dtype=torch.float32)
-        references = {"replica": Replica(plain, scheme).model, "export": loaded}
-        for engine, model in engines.items():
-            gap = (token_probabilities(model) - own).abs().max().item()
-            assert gap < (0.03 if scheme == "bf16" else 0.15), (engine, scheme)
-            reference = token_probabilities(references[engine])
-            torch.testing.assert_close(token_probabilities(model), reference, rtol=0, atol=0.02)
-        parted = not setting.endswith("as one")
-        assert exported.config.tie_word_embeddings == (not parted)
-        assert ("lm_head.weight" in tensors_in(tmp_path / scheme)) == parted
+        found, references = engines(policy, scheme, tmp_path / scheme), engines(plain, scheme, tmp_path / "plain")
+        for model, reference in zip(found, references, strict=True):
+            probabilities = token_probabilities(model)
+            assert (probabilities - own).abs().max() < (0.03 if scheme == "bf16" else 0.15), (model, scheme)
+            torch.testing.assert_close(probabilities, token_probabilities(reference), rtol=0, atol=0.02)
+        tied = setting.endswith("as one")
+        assert read_json(tmp_path / scheme / "config.json")["tie_word_embeddings"] == tied
+        assert ("lm_head.weight" in tensors_in(tmp_path / scheme)) != tied
 
 
 def test_experts_without_a_name_each_are_refused():
@@ -182,10 +185,7 @@ def test_shards_hold_together_what_one_file_holds(tmp_path, monkeypatch):
     files = sorted(file.name for file in (tmp_path / "sharded").glob("*.safetensors"))
     assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     assert len(files) > 2
-    whole, sharded = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "sharded")
-    assert whole.keys() == sharded.keys()
-    # Bytes, because FP8 numbers have no comparison.
-    assert all(torch.equal(whole[name].view(torch.uint8), sharded[name].view(torch.uint8)) for name in whole)
+    assert_same_tensors(tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "sharded"))
     first, second = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name)(torch.tensor([[5, 6, 7]])).logits
         for name in ("whole", "sharded")
@@ -210,11 +210,10 @@ writer(model).write(slowly(), {str(checkpoint)!r})
 """
     process = subprocess.Popen([sys.executable, "-c", PROLOGUE + code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "half\n"
-    half = [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
-    assert len(half) == 1
+    (half,) = tmp_path.glob("*.partial")
     # While that process lives, another writer leaves its folder alone.
     write(make_model(64, seed=0), "fp8", checkpoint)
-    assert half[0].exists()
+    assert half.exists()
     process.kill()
     process.wait()
     assert files_in(checkpoint) == before
@@ -240,15 +239,7 @@ def test_a_file_in_the_way_is_not_overwritten(tmp_path):
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8"])
 def test_tensors_that_an_architecture_keeps_in_float32_stay_so(tmp_path, scheme):
-    experts = {
-        "first_k_dense_replace": 0,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-    }
-    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    model = random_model(DeepseekV3Config, moe_intermediate_size=16, num_key_value_heads=2, **experts, **heads)
+    model = random_model(DeepseekV3Config, num_key_value_heads=2, first_k_dense_replace=0, **DEEPSEEK)
     name = "model.layers.0.mlp.gate.e_score_correction_bias"
     biases = torch.tensor([28.0, 28.01, 28.02, 28.07])  # next to each other in bfloat16: 28 and 28.125
     model.state_dict()[name].copy_(biases)
@@ -263,8 +254,7 @@ def test_tensors_that_an_architecture_keeps_in_float32_stay_so(tmp_path, scheme)
     )
     tensors = deployed_tensors(accelerator, model, model.named_parameters)
     CheckpointWriter(model, scheme).write(tensors, tmp_path / "gathered")
-    for name, tensor in tensors_in(tmp_path / "gathered").items():
-        assert torch.equal(tensor, stored[name]), name
+    assert_same_tensors(tensors_in(tmp_path / "gathered"), stored)
 
 
 def test_fp8_of_weights_alone_is_refused_for_a_mixture():

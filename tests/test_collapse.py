@@ -226,7 +226,7 @@ def test_a_multiplier_at_its_bound(tmp_path):
 
 
 def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
-    options = {"save_steps": 3, "max_steps": 20, "save_total_limit": 1}
+    options = {"save_steps": 3, "max_steps": 20, "save_total_limit": 1, "export_run": True}
     trainer = make_trainer(tmp_path, **options)
     callback = add_alarm(trainer, stop=True)
     with caplog.at_level(logging.WARNING):
@@ -238,6 +238,8 @@ def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
     assert callback.last_good == str(tmp_path / "checkpoint-6")
     assert f"resume_from_checkpoint={callback.last_good!r}" in caplog.text
     assert [*checkpoints(tmp_path)] == [12, 6]
+    assert (tmp_path / "run.png").is_file()
+    assert not (tmp_path / "deployment").exists()
     state = dict(facts_table(read_run(tmp_path)).rows)["state"]
     assert state == "ended by collapse_alarm/reward"
     assert marks(trainer.state.log_history) == [(12, "collapse/reward")]

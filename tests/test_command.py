@@ -1,6 +1,5 @@
 """`dc-trl`: its help and its refusals, and the wheel that it comes from."""
 
-import json
 import os
 import re
 import shutil
@@ -24,7 +23,12 @@ from dc_trl.settings.command_line import described
 from dc_trl.settings.fields import own_fields
 from dc_trl.settings.paths import config_file, shipped
 
-from .helpers import ROOT, TINY_MODEL, succeed
+from .helpers import (
+    ROOT,
+    TINY_MODEL,
+    read_json,
+    succeed,
+)
 
 
 OPTIONS = re.compile(r"^  --(\w+)(?: ([A-Z]+))? ", re.MULTILINE)
@@ -114,13 +118,7 @@ def test_the_help_names_all_benchmarks(capsys):
     assert DAPO.hub_id in "".join(help_of(capsys, "prepare-data", "--help").split())
 
 
-@pytest.mark.parametrize(
-    ("word", "name"),
-    [
-        ("trian", "train"),
-        ("prepare_data", "prepare-data"),
-    ],
-)
+@pytest.mark.parametrize(("word", "name"), [("trian", "train"), ("prepare_data", "prepare-data")])
 def test_an_unknown_command_gets_the_nearest_name(word, name, capsys):
     with pytest.raises(SystemExit) as ended:
         main([word])
@@ -128,29 +126,29 @@ def test_an_unknown_command_gets_the_nearest_name(word, name, capsys):
     assert f"error: {word!r} is no command: did you mean {name}?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("xyz", "'xyz' is no command: use one of train, serve"),
-        ("train", "no setting is given: name a configuration by --config"),
-        ("train --lamda_init 0.5", "--lamda_init is not a field of the configuration: did you mean --lambda_init?"),
-        ("train --help lamda_init", "lamda_init is not a field of the configuration: did you mean lambda_init?"),
-        ("train --max_step 3", "did you mean --max_steps?"),  # would be an abbreviation
-        ("train --max_steps many", "invalid int value: 'many'"),
-        ("train --config quikstart", "config='quikstart' is not a file: give the path of a YAML file"),
-        ("train --config wrong.yaml", "lamda_lr is not a field of the configuration: did you mean lambda_lr?"),
-        ("calibrate --model a/b", "the following arguments are required: --engine"),
-        ("calibrate --model a/b --engine bf16 --device banana", "device='banana' cannot be used"),
-        ("calibrate --model a/b --engine bf16 --output wrong.yaml", "output='wrong.yaml'"),
-        (
-            "evaluate --model a/b --chat_template_kwargs [1]",
-            "--chat_template_kwargs: invalid json_object value: '[1]'",
-        ),
-        ("evaluate --model ./none", "model='./none' does not exist"),
-        ("prepare-data --file no.parquet --output out", "no.parquet"),
-    ],
-)
-def test_what_is_wrong_is_refused_in_one_line(words, expected, tmp_path, monkeypatch, capsys):
+WRONG = """
+xyz | 'xyz' is no command: use one of train, serve
+train | no setting is given: name a configuration by --config
+train --lamda_init 0.5 | --lamda_init is not a field of the configuration: did you mean --lambda_init?
+train --help lamda_init | lamda_init is not a field of the configuration: did you mean lambda_init?
+train --max_step 3 | did you mean --max_steps?
+train --config quickstart --max_steps | expected one argument
+train --config quickstart --reward_weights nan | reward_weights=nan
+train --max_steps many | invalid int value: 'many'
+train --config quikstart | config='quikstart' is not a file: give the path of a YAML file
+train --config wrong.yaml | lamda_lr is not a field of the configuration: did you mean lambda_lr?
+calibrate --model a/b | the following arguments are required: --engine
+calibrate --model a/b --engine bf16 --device banana | device='banana' cannot be used
+calibrate --model a/b --engine bf16 --output wrong.yaml | output='wrong.yaml'
+evaluate --model a/b --chat_template_kwargs [1] | --chat_template_kwargs: invalid json_object value: '[1]'
+evaluate --model ./none | model='./none' does not exist
+prepare-data --file no.parquet --output out | no.parquet
+"""
+
+
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_what_is_wrong_is_refused_in_one_line(row, tmp_path, monkeypatch, capsys):
+    words, expected = row.split(" | ")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.yaml").write_text("lamda_lr: 1\n")
     with pytest.raises(SystemExit) as ended:
@@ -230,7 +228,7 @@ def test_the_wheel_trains_evaluates_and_reports_from_an_empty_directory(installe
     shown = installed("dc-trl", *words.split(), cwd=tmp_path)
     assert "held-out problems: 64" in shown
     run = tmp_path / "runs" / "quickstart"
-    assert json.loads((run / "summary.json").read_text())["steps"] == 10
+    assert read_json(run / "summary.json")["steps"] == 10
     words = "evaluate --model runs/quickstart --benchmarks arithmetic --engine replica:fp8 --limit 16 --samples 2"
     shown = installed("dc-trl", *words.split(), "--max_tokens", "48", cwd=tmp_path)
     assert "arithmetic avg@2" in shown

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from dc_trl.constraint.constraint import Constraint
 from dc_trl.constraint.corrections import (
@@ -23,20 +23,16 @@ from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.sampled_tokens import SampledTokens
 
 from .helpers import (
-    SMALL_RUN,
+    ALIGNED,
+    MISALIGNED,
     Rollouts,
     assert_finite,
-    assert_same_weights,
-    distinct_characters,
     logged,
     make_config,
     make_model,
-    make_prompts,
     make_trainer,
-    refuses,
     sums_of_two,
 )
-from .test_trainer import ALIGNED, MISALIGNED, ByStep
 
 
 MODES = sorted(CORRECTIONS)
@@ -152,28 +148,6 @@ def test_a_correction_goes_by_the_penalised_advantages():
     torch.testing.assert_close(constrained.columns["advantages"], expected)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"rollout_correction": ["geometric_mask", "token_truncate"]}, ["'geometric_mask, token_truncate'", "first"]),
-        ({"rollout_correction": "icepop, geometric_mask(a)"}, ["'icepop, geometric_mask(a)'", "two bounds"]),
-        (
-            {"rollout_correction": ["token_truncate", "icepop"], "rollout_correction_max": 3.0},
-            ["rollout_correction_max", "'token_truncate, icepop'", "leave them out"],
-        ),
-        ({"rollout_correction": "tv_mask", "rollout_correction_min": 0.1}, ["'tv_mask'", "'lower'", "leave"]),
-        ({"rollout_correction": "icepop(5, 0.5)"}, ["'icepop(5, 0.5)'", "lower bound"]),
-        (
-            {"rollout_correction": "none", "rollout_correction_min": 0.5},
-            ["rollout_correction_min=0.5", "rollout_correction='none'"],
-        ),
-    ],
-)
-def test_corrections_that_do_not_combine_are_refused(tmp_path, fields, words):
-    with refuses(ValueError, *words):
-        make_config(tmp_path, constraint="none", deployment_scheme="fp8", **fields)
-
-
 # --- statistics
 
 
@@ -224,22 +198,13 @@ def on_both_sides(call, completions, logprobs):
     logprobs[0][0] = math.nan
 
 
-def in_trl(config, bounds, tokenizer, rollouts=None):
-    """TRL's trainer after a training with its own importance sampling, on rollouts that it takes for vLLM's."""
-    trainer = GRPOTrainer(
-        make_model(),
-        distinct_characters,
-        config,
-        train_dataset=make_prompts(),
-        processing_class=tokenizer,
-        rollout_func=rollouts or Rollouts(longest=2, edit=on_both_sides),
-    )
+def train_in_trl(trainer, **bounds):
+    """Trains TRL's trainer with its own importance sampling, on rollouts that it takes for vLLM's."""
     trainer.use_vllm, trainer._last_loaded_step = True, 0  # no engine has to be there: its weights are in place
     trainer.vllm_importance_sampling_correction = True
-    for name, value in bounds.items():
+    for name, value in bounds.items():  # TRL writes those of its configuration to the trainer
         setattr(trainer, f"vllm_importance_sampling_{name}", value)
     trainer.train()
-    return trainer
 
 
 @pytest.mark.parametrize(
@@ -253,11 +218,10 @@ def in_trl(config, bounds, tokenizer, rollouts=None):
         ("dr_grpo", "token_mask", MISALIGNED),
     ],
 )
-def test_loss_and_gradients_are_those_of_trls_own_correction(tmp_path, tokenizer, loss_type, mode, steps):
+def test_loss_and_gradients_are_those_of_trls_own_correction(tmp_path, loss_type, mode, steps):
     lower, upper = (0.2, 3.0) if mode.startswith("token") else (0.02, 20.0)
     shared = {
-        **SMALL_RUN,
-        "output_dir": str(tmp_path),
+        "constraint": "none",
         "max_steps": 2 if steps is MISALIGNED else 1,
         "learning_rate": 0.1,
         "optim": "sgd",  # a step is the gradient
@@ -269,12 +233,12 @@ def test_loss_and_gradients_are_those_of_trls_own_correction(tmp_path, tokenizer
         "importance_sampling_level": "sequence" if loss_type == "luspo" else "token",
         **steps,
     }
-    bounds = {"rollout_correction_max": upper, "rollout_correction_min": lower, "constraint": "none"}
-    rollouts = Rollouts(longest=2, edit=on_both_sides)
-    ours = make_trainer(rollout_func=rollouts, rollout_correction=mode, **bounds, **shared)
+    ours_alone = {"rollout_correction": mode, "rollout_correction_max": upper, "rollout_correction_min": lower}
+    ours = make_trainer(tmp_path, rollout_func=Rollouts(longest=2, edit=on_both_sides), **shared, **ours_alone)
     ours.train()
-    # TRL writes the bounds of its configuration to the trainer.
-    theirs = in_trl(GRPOConfig(**shared), {"mode": mode, "clip_max": upper, "clip_min": lower}, tokenizer)
+    rollouts = Rollouts(longest=2, edit=on_both_sides)
+    theirs = make_trainer(tmp_path, kind=GRPOTrainer, rollout_func=rollouts, **shared)
+    train_in_trl(theirs, mode=mode, clip_max=upper, clip_min=lower)
     assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-4, abs=1e-6)
     start = make_model()
     for name, parameter in ours.model.named_parameters():
@@ -335,14 +299,3 @@ def test_a_batch_that_is_masked_whole_teaches_nothing_and_leaves_lambda(tmp_path
     assert all(mean > 0.5 for mean in logged(trainer, "discrepancy/mean_all"))
     assert logged(trainer, "grad_norm") == [0, 0]
     assert "masks all tokens" in caplog.text
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
-    """From a step within a generation batch, whose corrected rest is in the checkpoint."""
-    fields = {"save_steps": 1, "max_steps": 3, "lambda_lr": 0.5, "rollout_correction": "token_mask", **MISALIGNED}
-    whole, resumed = (make_trainer(tmp_path, rollout_func=ByStep(), **fields) for _ in range(2))
-    whole.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert logged(resumed, "loss") == logged(whole, "loss")
-    assert logged(resumed, "correction/masked_fraction") == logged(whole, "correction/masked_fraction")
-    assert_same_weights(resumed.model, whole.model)

@@ -4,7 +4,6 @@ import html
 import importlib.util
 import os
 import re
-import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -21,7 +20,12 @@ from dc_trl.command.arguments import ARGUMENTS
 from dc_trl.constraint import thresholds
 from dc_trl.settings.contradictions import CONTRADICTIONS
 
-from .helpers import ROOT, code_blocks, succeed
+from .helpers import (
+    ROOT,
+    code_blocks,
+    commands_in,
+    succeed,
+)
 from .vllm_server import requires_vllm
 
 
@@ -119,8 +123,7 @@ def commands():
     """Commands of the pages as lists of words, without variables in front and comments behind."""
     for file in PAGES:
         for block in code_blocks(file.read_text(), "bash"):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
+            for words in commands_in(block):
                 while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
                     words = words[1:]
                 if words:

@@ -8,7 +8,6 @@ import subprocess
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from dc_trl.run.manifest import checkpoint_defect, checkpoints
@@ -16,6 +15,7 @@ from dc_trl.run.soundness import DivergedError
 
 from . import helpers
 from .helpers import (
+    MISALIGNED,
     ROOT,
     TWO_PROCESSES,
     TWO_SHARDED,
@@ -25,6 +25,7 @@ from .helpers import (
     make_prompts,
     read_rows,
     refuses,
+    steps_of,
     succeed,
     tensors_in,
     untimed_rows,
@@ -38,10 +39,6 @@ def make_trainer(folder, reward=None, prompts=16, evaluated=False, **options):
     return helpers.make_trainer(folder, None, reward, train_dataset=make_prompts(prompts), **options)
 
 
-def contents(folder):
-    return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in folder.rglob("*") if path.is_file()}
-
-
 # --- a run that is finished -----------------------------------------------------------------------------------------
 
 EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "prompts": 2}
@@ -50,39 +47,37 @@ EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "prompts": 2}
 def test_a_finished_run_is_not_trained_any_further(tmp_path):
     first = make_trainer(tmp_path, export_run=True, **EPOCHS)
     first.train()
-    done, left = first.state.global_step, contents(tmp_path)
+    done = first.state.global_step
+    checkpoint = tmp_path / f"checkpoint-{done}"
+    left = {path: path.stat() for path in checkpoint.rglob("*")}
     for wanted in (True, "auto"):
         again = make_trainer(tmp_path, export_run=True, **EPOCHS)
         output = again.train(resume_from_checkpoint=wanted)
         assert isinstance(output, TrainOutput)
         assert output.global_step == again.state.global_step == done
         assert_same_weights(again.model, first.model)
-        kept = [
-            {name: at for name, at in each.items() if name.parent.name == f"checkpoint-{done}"}
-            for each in (left, contents(tmp_path))
-        ]
-        assert kept[0] == kept[1]
+        for path, stat in left.items():
+            assert (path.stat().st_mtime_ns, path.stat().st_ino) == (stat.st_mtime_ns, stat.st_ino)
     assert list(checkpoints(tmp_path)) == [done]
-    assert {row["step"] for row in read_rows(tmp_path / "history.jsonl") if "train_runtime" in row} == {done}
-    further = EPOCHS | {"max_steps": done + 2}
-    again = make_trainer(tmp_path, export_run=True, **further)
+    assert set(steps_of(read_rows(tmp_path / "history.jsonl"), "train_runtime")) == {done}
+    again = make_trainer(tmp_path, export_run=True, **EPOCHS | {"max_steps": done + 2})
     again.train(resume_from_checkpoint=True)
-    assert [row["step"] for row in again.state.log_history if "loss" in row] == list(range(1, done + 3))
+    assert steps_of(again.state.log_history) == list(range(1, done + 3))
 
 
 def test_what_the_end_of_a_finished_run_lacks_is_made(tmp_path):
-    first = make_trainer(tmp_path, max_steps=2, export_run=True)
-    first.train()
-    deployed = (tmp_path / "deployment" / "model.safetensors").read_bytes()
+    weights = tmp_path / "deployment" / "model.safetensors"
+    make_trainer(tmp_path, max_steps=2, export_run=True).train()
+    deployed = weights.read_bytes()
     shutil.rmtree(tmp_path / "deployment")
     make_trainer(tmp_path, max_steps=2, export_run=True).train(resume_from_checkpoint=True)
-    assert (tmp_path / "deployment" / "model.safetensors").read_bytes() == deployed
+    assert weights.read_bytes() == deployed
     # A deployment of an earlier end is not the one of this one.
     longer = make_trainer(tmp_path, max_steps=3, export_run=True)
     longer._export = lambda folder: None  # as if killed before
     longer.train(resume_from_checkpoint=True)
     make_trainer(tmp_path, max_steps=3, export_run=True).train(resume_from_checkpoint=True)
-    assert (tmp_path / "deployment" / "model.safetensors").read_bytes() != deployed
+    assert weights.read_bytes() != deployed
 
 
 # --- an error ends the training -------------------------------------------------------------------------------------
@@ -115,12 +110,21 @@ class BrokenReward:
         return distinct_characters(completions)
 
 
-# What breaks, how many steps have ended by then, and how batches are made.
-TWO_STEPS = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
 ACCUMULATED = {"steps_per_generation": 1, "gradient_accumulation_steps": 2}
+# What breaks, how many steps have ended by then, and how batches are made.
 BREAKS = {
     "the reward of the second micro-batch": (BrokenReward(6), 2, ACCUMULATED),
-    "the second one": (breaking("on_pre_optimizer_step", 3), 3, TWO_STEPS),
+    "a part of a batch and of an accumulation": (
+        breaking("on_substep_end", 1),
+        1,
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    ),
+    "the first of two batches, whose δ̄ is measured again": (
+        breaking("on_substep_end", 1),
+        1,
+        ACCUMULATED | {"discrepancy_tolerance": "auto"},
+    ),
+    "the second one": (breaking("on_pre_optimizer_step", 3), 3, MISALIGNED),
     "an epoch": (breaking("on_epoch_begin", 4), 4, {"prompts": 4}),
 }
 
@@ -129,10 +133,8 @@ BREAKS = {
 def test_an_error_loses_no_step_that_had_ended(tmp_path, what):
     breaks, done, options = BREAKS[what]
     options = {"max_steps": 6, "constraint": "lagrangian"} | options
-    broken = make_trainer(
-        tmp_path / "run", breaks if isinstance(breaks, BrokenReward) else distinct_characters, **options
-    )
-    if isinstance(breaks, TrainerCallback):
+    broken = make_trainer(tmp_path / "run", breaks if isinstance(breaks, BrokenReward) else None, **options)
+    if isinstance(breaks, On):
         broken.callback_handler.callbacks.insert(0, breaks)
     with pytest.raises((BrokenError, KeyboardInterrupt)) as raised:
         broken.train()
@@ -190,9 +192,8 @@ def test_what_only_records_does_not_end_what_trains(tmp_path):
     assert list(checkpoints(tmp_path)) == [3, 2, 1]
     (tmp_path / "history.jsonl").rmdir()
     (tmp_path / "moved").rename(tmp_path / "history.jsonl")
-    again = make_trainer(tmp_path, max_steps=3, export_run=True)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert [row["step"] for row in read_rows(tmp_path / "history.jsonl") if "loss" in row] == [1, 2, 3]
+    make_trainer(tmp_path, max_steps=3, export_run=True).train(str(tmp_path / "checkpoint-2"))
+    assert steps_of(read_rows(tmp_path / "history.jsonl")) == [1, 2, 3]
 
 
 def test_a_figure_is_drawn_at_the_end_and_seldom_before(tmp_path, monkeypatch):
@@ -238,8 +239,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_not_saved(tmp_path, 
     trainer.train()
     assert [list(each) for each in left] == [[], [1], [1]]
     assert list(checkpoints(tmp_path)) == [3]
-    for one, other in zip(moments[1], moments[2], strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, moments[1], moments[2]))
     final = saved_weights(tmp_path)[3]
     assert all(value.isfinite().all() for value in final.values())
     assert any(not torch.equal(value, left[2][1][name]) for name, value in final.items())  # step 3 was made
@@ -257,12 +257,12 @@ def test_weights_that_an_optimizer_step_ruins_are_neither_saved_nor_deployed(tmp
     """A rate that bfloat16 cannot hold, with a gradient norm that is finite."""
     options = {"save_steps": 1, "save_total_limit": 1, "max_steps": 2, "export_run": True}
     trainer = make_trainer(tmp_path, **options)
-    trainer.add_callback(
-        On(
-            "on_optimizer_step",
-            lambda state, model, **_: state.global_step and next(model.parameters()).data.fill_(math.inf),
-        )
-    )
+
+    def ruin(state, model, **kwargs):
+        if state.global_step:
+            next(model.parameters()).data.fill_(math.inf)
+
+    trainer.add_callback(On("on_optimizer_step", ruin))
     with refuses(DivergedError, "after step 2", "learning_rate=0.01", "checkpoint-1'"):
         trainer.train()
     assert list(checkpoints(tmp_path)) == [1]
@@ -293,14 +293,9 @@ trainer.train()
 @pytest.mark.long
 def test_of_two_processes_one_that_fails_alone_does_not_wait_for_good(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
-    done = subprocess.run(
-        [*TWO_PROCESSES, str(tmp_path / "worker.py"), str(tmp_path / "run")],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,  # less than ddp_timeout, for which the one that is left would wait
-    )
+    command = [*TWO_PROCESSES, str(tmp_path / "worker.py"), str(tmp_path / "run")]
+    options = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=280, **options)  # less than ddp_timeout, for which the other would wait
     assert done.returncode != 0
     assert "BrokenError" in done.stderr
     whole = [path.name for path in checkpoints(tmp_path / "run").values() if checkpoint_defect(path) is None]

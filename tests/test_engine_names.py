@@ -19,6 +19,7 @@ QUANTIZED = EvaluatedModel("m", "main", PretrainedConfig(quantization_config={"q
     [
         ("fp8", ("fp8", "vllm", "fp8")),
         ("replica:int4_g32", ("replica:int4_g32", "replica", "int4_g32")),
+        ("replica:int3", ("replica:int3", "replica", "int3")),
         ("https://host", ("https://host", "url", None)),
     ],
 )
@@ -26,7 +27,7 @@ def test_an_engine_in_a_word(word, expected):
     assert EngineSpec.parse(word) == expected
 
 
-@pytest.mark.parametrize("word", ["fp9", "replica:fp9", "http://"])
+@pytest.mark.parametrize("word", ["fp9", "int3", "replica:fp9", "http://"])
 def test_a_word_that_means_none(word):
     with refuses(ValueError, f"engine={word!r}", "fp8_block", "replica:SCHEME", "URL"):
         EngineSpec.parse(word)

@@ -72,8 +72,7 @@ def test_tokens_are_read_without_the_garbage_collector(tmp_path):
     collects = []
     with stub_server() as server:
         server.completes = lambda body: collects.append(gc.isenabled()) or sampled(body)
-        trainer = make_trainer(server.url, tmp_path, max_steps=1)
-        trainer.train()
+        make_trainer(server.url, tmp_path, max_steps=1).train()
     assert collects
     assert not any(collects)
     assert gc.isenabled()
@@ -86,15 +85,15 @@ def test_what_a_server_samples_after_an_end_token_is_left_out_unless_it_was_aske
     model.generation_config.eos_token_id = [1, 30]
     rows = [[20, 1, 21, 22], [20, 30, 1], [20, 21, 1], [20, 21, 22, 23]]
     seen = []
+
+    def reward(completion_ids, **kwargs):
+        seen.extend(completion_ids)
+        return [0.0, 1.0] * (len(completion_ids) // 2)
+
     with stub_server() as server:
         server.completes = lambda body: completions(body["prompt"] * 4, rows, None)
-        trainer = helpers.make_trainer(
-            tmp_path,
-            model,
-            lambda completion_ids, **kwargs: seen.extend(completion_ids) or [0.0, 1.0] * (len(completion_ids) // 2),
-            **at_server(server.url) | {"max_steps": 1, "max_completion_length": 4, "generation_kwargs": asked},
-        )
-        trainer.train()
+        fields = {"max_steps": 1, "max_completion_length": 4, "generation_kwargs": asked}
+        helpers.make_trainer(tmp_path, model, reward, **at_server(server.url) | fields).train()
     kept = rows if asked else [[20, 1], [20, 30], [20, 21, 1], [20, 21, 22, 23]]
     assert seen == kept * (len(seen) // 4)
     assert ("after an end token" in caplog.text) is (asked is None)
@@ -148,9 +147,8 @@ def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monke
     (left / "trainer_state.json").write_text("{}")
     with stub_server() as server:
         server.completes = sampled
-        trainer = make_trainer(
-            server.url, tmp_path / "run", weight_sync_dir=str(tmp_path / "sync"), vllm_max_retries=0
-        )
+        options = {"weight_sync_dir": str(tmp_path / "sync"), "vllm_max_retries": 0}
+        trainer = make_trainer(server.url, tmp_path / "run", **options)
         write, written = CheckpointWriter.write, []
 
         def full(self, *args):
@@ -161,9 +159,8 @@ def test_a_full_disk_of_the_weights_is_named_with_what_they_take(tmp_path, monke
             return write(self, *args)
 
         monkeypatch.setattr(CheckpointWriter, "write", full)
-        with refuses(
-            ServerError, f"weight_sync_dir='{tmp_path / 'sync'}'", os.strerror(errno.ENOSPC), "checkpoint-1'"
-        ):
+        named = f"weight_sync_dir='{options['weight_sync_dir']}'"
+        with refuses(ServerError, named, os.strerror(errno.ENOSPC), "checkpoint-1'"):
             trainer.train()
         monkeypatch.undo()
         resumed = make_trainer(server.url, tmp_path / "run", max_steps=2)

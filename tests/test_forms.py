@@ -20,10 +20,8 @@ from .helpers import (
     code_blocks,
     completion_logps,
     logged,
-    make_config,
     make_model,
     make_trainer,
-    refuses,
     sums_of_two,
 )
 
@@ -186,19 +184,3 @@ def test_the_form_of_the_page_trains(own_form, tmp_path, seen_by_the_loss):
     gap = train.exp() - infer.exp()
     expected = (gap.abs() + gap.sign() * train.exp())[mask].mean().item()
     assert logged(trainer, "lagrangian/penalty_mean")[0] == pytest.approx(0.5 * expected, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("field", "name", "words"),
-    [
-        ("constraint_form", "two_sided_kl", ["'injected'", "'log_ratio'", "'module:function'"]),
-        ("constraint_form", "nowhere:form", ["module 'nowhere'", "install"]),
-        ("constraint_form", "my_form:half", ["my_form ", "function 'half'"]),
-        ("constraint_form", "math:hypot", ["hypot(tokens, measure)"]),
-        ("rollout_correction", "my_form:complete", ["complete(tokens, upper)"]),
-    ],
-)
-def test_what_is_no_such_function_is_refused_when_the_configuration_is_made(own_form, tmp_path, field, name, words):
-    others = {"constraint": "static"} if field == "constraint_form" else {"rollout_correction_max": 3.0}
-    with refuses(ValueError, f"{field}={name!r}", *words):
-        make_config(tmp_path, **{field: name} | {"constraint": "none"} | others)

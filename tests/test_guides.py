@@ -2,7 +2,6 @@
 
 import copy
 import re
-import shlex
 import subprocess
 import sys
 
@@ -19,7 +18,16 @@ from dc_trl.files import read_yaml
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.serving.fit import reloadable
 
-from .helpers import ROOT, code_blocks, logged, look_like_root, plain_logps, refuses, tiny_model
+from .helpers import (
+    ROOT,
+    code_blocks,
+    commands_in,
+    logged,
+    look_like_root,
+    plain_logps,
+    refuses,
+    tiny_model,
+)
 
 
 DOCS = ROOT / "docs"
@@ -169,10 +177,9 @@ def test_a_packed_base_is_deployed_as_it_computes(tmp_path, load):
 SBATCH_FILES = sorted((ROOT / "configs" / "slurm").glob("*.sbatch"))
 
 
-def commands_in(text):
+def programs_in(text):
     """The commands of a shell script that run programs of the project, as lists of words from the program on."""
-    for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
+    for words in commands_in(text):
         for start in range(len(words)):
             if words[start : start + 2] in (["accelerate", "launch"], ["dc-trl", "serve"]):
                 yield [word for word in words[start:] if word not in ("&", "$@")]
@@ -185,7 +192,7 @@ def commands_of(file):
     return [
         command
         for part in (re.sub(r"bash -c '\n.*?'", "", text, flags=re.DOTALL), *inner)
-        for command in commands_in(part)
+        for command in programs_in(part)
     ]
 
 

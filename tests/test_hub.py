@@ -1,5 +1,6 @@
 """Pushes to a Hub in this process, by the calls of the real client: what arrives, what does not, and how it fails."""
 
+import fnmatch
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from huggingface_hub import CommitOperationDelete, HfApi, ModelCard, RepoUrl
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from dc_trl import DCGRPOTrainer, HistoryCallback
+from dc_trl import HistoryCallback
 from dc_trl.command import finish
 from dc_trl.command.finish import _publish
 from dc_trl.command.problems import DataArguments
@@ -26,7 +27,8 @@ from dc_trl.quantization.checkpoint import write_deployable
 from dc_trl.run.hub import _ABSOLUTE, run_files
 from dc_trl.run.interruption import StopSignals
 
-from .helpers import ROOT, TINY_MODEL, distinct_characters, load_script, make_config, make_prompts, refuses
+from . import helpers
+from .helpers import ROOT, TINY_MODEL, load_script, read_rows, refuses, write_rows
 
 
 TOKEN = "hf_" + "UnguessableWriteTokenOfTests"
@@ -91,19 +93,10 @@ def hub(monkeypatch):
     return hub
 
 
-def make_trainer(output_dir, callbacks=None, peft_config=None, model=TINY_MODEL, **overrides):
-    return DCGRPOTrainer(
-        model=str(model),
-        reward_funcs=distinct_characters,
-        args=make_config(output_dir, **{"max_steps": 2, "deployment_scheme": "fp8"} | overrides),
-        train_dataset=make_prompts(),
-        callbacks=[HistoryCallback()] if callbacks is None else callbacks,
-        peft_config=peft_config,
-    )
-
-
-def local_files(folder, names):
-    return {name: (folder / name).read_bytes() for name in names}
+def make_trainer(output_dir, model=TINY_MODEL, **options):
+    """Of a directory, whose tokenizer is loaded too."""
+    usual = {"callbacks": [HistoryCallback()], "processing_class": None, "max_steps": 2, "deployment_scheme": "fp8"}
+    return helpers.make_trainer(output_dir, str(model), **usual | options)
 
 
 def assert_without_token(folder):
@@ -119,8 +112,8 @@ def test_what_a_run_leaves_on_the_hub(hub, tmp_path, monkeypatch, capfd, caplog)
     caplog.set_level(logging.DEBUG)
     monkeypatch.delenv("HF_TOKEN")
     folder = tmp_path / "run"
-    saving = {"hub_strategy": "checkpoint", "save_steps": 1}
-    trainer = make_trainer(folder, push_to_hub=True, hub_token=TOKEN, **saving)
+    options = {"push_to_hub": True, "hub_token": TOKEN, "hub_strategy": "checkpoint", "save_steps": 1}
+    trainer = make_trainer(folder, **options)
     for name in ("notes.txt", "rewards.py", "model.bin", "vllm_server.log"):
         (folder / name).write_text("not the run's")
     trainer.train()
@@ -133,7 +126,8 @@ def test_what_a_run_leaves_on_the_hub(hub, tmp_path, monkeypatch, capfd, caplog)
     # Two files name directories of this machine.
     as_it_lies = (RUN | CHECKPOINT) - {"settings.json", "deployment/dc_trl.json"}
     assert json.loads(files["deployment/dc_trl.json"])["base_model"] == "tiny_qwen3"
-    assert {name: files[name] for name in as_it_lies} == local_files(folder, as_it_lies)
+    for name in as_it_lies:
+        assert files[name] == (folder / name).read_bytes(), name
     assert {"last-checkpoint/optimizer.pt", "last-checkpoint/dc_grpo_state.json"} <= last
     assert not [path for path in files if "training_args" in path]
     assert len(hub.commits) > 1
@@ -159,9 +153,9 @@ def test_the_model_card(hub, tmp_path):
     folder = tmp_path / "run"
     trainer = make_trainer(folder, hub_model_id="tester/a-model", lambda_init=0.25)
     trainer.train()
-    with (folder / "history.jsonl").open("a") as file:
-        for step, value in ((0, 0.25), (2, 0.75)):
-            file.write(json.dumps({"step": step, "eval_greedy_reward": value, "eval_greedy_reward_se": 0.125}) + "\n")
+    measured = [{"step": 0, "eval_greedy_reward": 0.25}, {"step": 2, "eval_greedy_reward": 0.75}]
+    rows = [*read_rows(folder / "history.jsonl"), *(row | {"eval_greedy_reward_se": 0.125} for row in measured)]
+    write_rows(folder / "history.jsonl", rows)
     trainer.push_to_hub(dataset_name="openai/gsm8k", tags="mine")
     text = hub.files["tester/a-model"]["README.md"].decode()
     for part in (
@@ -228,9 +222,7 @@ def test_a_deployment_in_several_files_is_pushed_whole(hub, tmp_path, monkeypatc
     files = hub.files[f"{USER}/run"]
     parts = set(json.loads(files["deployment/model.safetensors.index.json"])["weight_map"].values())
     assert len(parts) > 1
-    assert {f"deployment/{name}" for name in parts} == {
-        name for name in files if name.startswith("deployment/") and name.endswith(".safetensors")
-    }
+    assert {f"deployment/{name}" for name in parts} == {*fnmatch.filter(files, "deployment/*.safetensors")}
 
 
 def test_paths_of_this_machine_in_what_is_pushed():
@@ -246,9 +238,8 @@ def test_an_adapter_is_pushed_with_its_base_and_without_paths_of_this_machine(hu
     shutil.copytree(TINY_MODEL, base)
     adapter = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     options = {"push_to_hub": True, "hub_strategy": "checkpoint", "save_steps": 1}
-    trainer = make_trainer(
-        folder, peft_config=adapter, model=base, max_steps=1, hub_base_model_id=base_id, export_run=True, **options
-    )
+    options |= {"peft_config": adapter, "max_steps": 1, "hub_base_model_id": base_id, "export_run": True}
+    trainer = make_trainer(folder, base, **options)
     trainer.train()
     trainer.push_to_hub(dataset_name=str(folder / "rows.jsonl"))
     files = hub.files[f"{USER}/run"]

@@ -12,7 +12,7 @@ from dc_trl.run.interruption import RunInterrupted, StopSignals
 from dc_trl.run.manifest import checkpoint_defect
 
 from . import helpers
-from .helpers import assert_same_weights, at_server, make_model, make_prompts, refuses, untimed_rows
+from .helpers import assert_same_weights, at_server, make_model, refuses, untimed_rows
 from .stub_server import sampled, stub_server
 from .vllm_server import requires_vllm
 
@@ -46,8 +46,7 @@ def make_trainer(servers, output_dir, **options):
     fields = at_server(servers[0].url)
     if len(servers) > 1:
         fields |= {"vllm_server_base_url": None, "vllm_server_base_urls": [server.url for server in servers]}
-    fields |= {"max_steps": 5, "eval_dataset": make_prompts(4) if "eval_strategy" in options else None}
-    return helpers.make_trainer(output_dir, make_model(64), **fields | options)
+    return helpers.make_trainer(output_dir, make_model(64), **fields | {"max_steps": 5} | options)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The multiplier against the recursion written out, and its properties."""
 
-import json
 import math
 from functools import cache
 
@@ -15,7 +14,10 @@ from dc_trl.constraint import lagrangian
 from dc_trl.constraint.lagrangian import AUTO_BATCHES, proposed_tolerance, student_quantile
 from dc_trl.constraint.settings import ConstraintSettings
 
-from .helpers import refuses
+from .helpers import (
+    refuses,
+    restore,
+)
 
 
 def test_recursion_by_hand():
@@ -68,15 +70,13 @@ def test_automatic_tolerance():
     for value in observed[:-1]:
         assert multiplier.update(value) == 0.1
         assert multiplier.tolerance is None
-    killed = LagrangeMultiplier(init=0.1, lr=1.0, tolerance="auto")
-    killed.load_state_dict(json.loads(json.dumps(multiplier.state_dict())))
+    killed = restore(LagrangeMultiplier(init=0.1, lr=1.0, tolerance="auto"), multiplier)
     expected = np.mean(observed) + 2.262157 * math.sqrt(1.1) * np.std(observed, ddof=1)
     for one in (multiplier, killed):
         assert one.update(observed[-1]) == 0.1
         assert one.tolerance == pytest.approx(expected)
         assert one.update(0.02) == pytest.approx(0.1 + 0.02 - expected)
-    resumed = LagrangeMultiplier(init=0.1, lr=1.0, tolerance="auto")
-    resumed.load_state_dict(json.loads(json.dumps(multiplier.state_dict())))
+    resumed = restore(LagrangeMultiplier(init=0.1, lr=1.0, tolerance="auto"), multiplier)
     assert (resumed.tolerance, resumed.value) == (multiplier.tolerance, multiplier.value)
 
 
@@ -84,26 +84,19 @@ def test_a_given_tolerance_stays_whatever_a_state_says():
     automatic = LagrangeMultiplier(tolerance="auto")
     for _ in range(AUTO_BATCHES):
         automatic.update(0.01)
-    given = LagrangeMultiplier(tolerance=0.5)
-    given.load_state_dict(automatic.state_dict())
+    given = restore(LagrangeMultiplier(tolerance=0.5), automatic)
     assert given.tolerance == 0.5
-    automatic.load_state_dict(given.state_dict())  # a run that had a given one, continued with "auto"
-    assert automatic.tolerance is None
+    assert restore(automatic, given).tolerance is None  # a run that had a given one, continued with "auto"
 
 
 def test_a_state_is_fitted_to_the_present_bounds_and_window():
     before = LagrangeMultiplier(init=0.9, tolerance=0.0, window=3)
     for value in (0.01, 0.02, 0.03):
         before.update(value)
-    after = LagrangeMultiplier(tolerance=0.0, maximum=0.5, window=2)
-    after.load_state_dict(before.state_dict())
+    after = restore(LagrangeMultiplier(tolerance=0.1, maximum=0.5, window=2), before)
     assert after.value == 0.5
-    lower = LagrangeMultiplier(tolerance=0.1, maximum=0.5, window=2)
-    lower.load_state_dict(before.state_dict())
-    assert lower.update(0.05) == pytest.approx(0.5 + (0.03 + 0.05) / 2 - 0.1)
-    least = LagrangeMultiplier(init=2.0, minimum=1.5, maximum=3.0)
-    least.load_state_dict(before.state_dict())
-    assert least.value == 1.5
+    assert after.update(0.05) == pytest.approx(0.5 + (0.03 + 0.05) / 2 - 0.1)
+    assert restore(LagrangeMultiplier(init=2.0, minimum=1.5, maximum=3.0), before).value == 1.5
 
 
 @pytest.mark.parametrize("value", [math.nan, -5.0, 1e30, math.inf, None])
@@ -169,6 +162,5 @@ def test_state_continues_where_it_was_saved(before, after, window):
     whole = LagrangeMultiplier(**options)
     for value in before:
         whole.update(value)
-    resumed = LagrangeMultiplier(**options)
-    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    resumed = restore(LagrangeMultiplier(**options), whole)
     assert [whole.update(value) for value in after] == [resumed.update(value) for value in after]

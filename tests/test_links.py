@@ -33,13 +33,11 @@ def plant(folder, names):
     """Makes links under these names to files outside; returns these files with their content."""
     outside = folder.parent / "outside"
     outside.mkdir()
-    targets = {}
-    for number, name in enumerate(names):
-        target = outside / str(number)
+    targets = {name: outside / str(number) for number, name in enumerate(names)}
+    for name, target in targets.items():
         target.write_text("mine")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(target)
-        targets[name] = target
     return targets
 
 
@@ -61,11 +59,9 @@ def test_a_run_changes_nothing_that_a_link_in_its_folder_leads_to(names, tmp_pat
     monkeypatch.chdir(ROOT)
     # All at once, in a run that goes on: nothing is refused for its name.
     run(tmp_path / "run", "--max_steps", "1")
-    for name in names:
-        path = tmp_path / "run" / name
-        if path.name in ("history.jsonl", "summary.json"):
-            continue  # read before they are written, and refused where they are not what a run writes
-        path.unlink(missing_ok=True)
+    # These two are read before they are written, and refused where they are not what a run writes.
+    for name in {*names} - {"history.jsonl", "summary.json"}:
+        (tmp_path / "run" / name).unlink(missing_ok=True)
     rest = [name for name in names if name != ".dc_trl.lock" and not (tmp_path / "run" / name).exists()]
     targets = plant(tmp_path / "run", rest)
     assert run(tmp_path / "run", "--resume_from_checkpoint", "true") == "None"
@@ -88,12 +84,7 @@ def test_links_to_folders_in_the_place_of_checkpoint_and_deployment_are_replaced
         assert not (run / name).is_symlink()
         assert os.listdir(outside / name) == ["config.json"]
         assert (outside / name / "config.json").read_text() == "mine"
-    assert sorted(path.name for path in run.iterdir()) == [
-        "README.md",
-        "checkpoint-1",
-        "deployment",
-        "earlier-checkpoint-1",
-    ]
+    assert {*os.listdir(run)} == {"README.md", "checkpoint-1", "deployment", "earlier-checkpoint-1"}
 
 
 def test_an_output_directory_may_be_a_link(tmp_path):

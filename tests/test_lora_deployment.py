@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from dc_trl.quantization.adapter import beside_base
 from dc_trl.quantization.contract import read_contract
@@ -23,7 +23,17 @@ from dc_trl.settings.pretrained import load_config_and_tokenizer
 
 from . import helpers
 from .gaps import PROMPTS
-from .helpers import TINY_MODEL, assert_same_weights, at_server, logged, make_config, make_model, refuses, tiny_model
+from .helpers import (
+    TINY_MODEL,
+    assert_same_tensors,
+    assert_same_weights,
+    at_server,
+    logged,
+    make_model,
+    refuses,
+    tensors_in,
+    tiny_model,
+)
 from .vllm_server import complete, requires_vllm, serving
 
 
@@ -118,43 +128,26 @@ def test_what_vllm_does_not_serve_is_refused_before_an_engine_is_built(tmp_path,
         make_trainer(tmp_path, model())
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"deployment_scheme": None},
-        {"use_vllm": True, "vllm_mode": "colocate"},
-        {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl", "deployment_scheme": "bf16"},
-    ],
-)
-def test_settings_that_cannot_have_an_adapter_beside_are_refused(tmp_path, fields):
-    with refuses(ValueError, "lora_deployment='adapter'"):
-        make_config(tmp_path, **{"deployment_scheme": "fp8", "lora_deployment": "adapter"} | fields)
-
-
 def test_base_and_adapter_are_deployed_and_pushed(tmp_path):
     trainer = make_trainer(tmp_path, train_through_quantization=True)
     trainer.train()
     assert max(logged(trainer, "discrepancy/mean")) < 2e-3  # the aligned forward: the order of sums is left
     folder = tmp_path / "deployment"
-    base, adapter = (
-        load_file(folder / "model.safetensors"),
-        load_file(folder / "adapter" / "adapter_model.safetensors"),
-    )
+    base, adapter = tensors_in(folder), tensors_in(folder / "adapter")
     alone = Replica(make_model(64), "int4_g32")
     assert not [name for name in base if "lora" in name]
     assert {value.dtype for value in adapter.values()} == {torch.bfloat16}
     assert read_contract(folder)["sha256"].keys() == base.keys() | adapter.keys()
     with refuses(ValueError, "--lora-modules"):  # without its adapter it is another policy
         load_config_and_tokenizer(str(folder))
-    again = Replica.of_checkpoint(folder, "int4_g32").model.state_dict()
-    assert all(torch.equal(again[name], value) for name, value in alone.model.state_dict().items())
+    again = Replica.of_checkpoint(folder, "int4_g32")
+    assert_same_tensors(again.model.state_dict(), alone.model.state_dict())
     # PEFT loads it; its forward is that of the replica which sampled.
     loaded = PeftModel.from_pretrained(with_weights_of(alone), folder / "adapter")
     trainer.replica.sync(trainer.model)
     assert gap(probabilities(loaded), probabilities(trainer.replica.model)) < 0.02
-    assert {"deployment/adapter/adapter_config.json", "deployment/adapter/adapter_model.safetensors"} <= {
-        *run_files(tmp_path)
-    }
+    pushed = {f"deployment/adapter/{name}" for name in ("adapter_config.json", "adapter_model.safetensors")}
+    assert pushed <= {*run_files(tmp_path)}
     options = f"--enable-lora --max-lora-rank 8 --lora-modules policy={folder}/adapter"
     assert serve_line(folder) == f"vllm serve {folder} {options}"
 
@@ -256,6 +249,6 @@ def test_a_server_that_does_not_take_the_adapter_is_refused(fp8_server, server, 
     info["parallel_config"]["_api_process_count"] = 2  # as vLLM says with --api-server-count 2
     with refuses(ServerError, "--api-server-count 1"):
         check_server(info, layers, config=config, **needs)
-    policy = adapted(AutoModelForCausalLM.from_pretrained(TINY_MODEL), r=16)
+    policy = adapted(tiny_model(), r=16)
     with refuses(ServerError, "rank 16"):
         make_trainer(tmp_path, policy, **at_server(server.url) | {"deployment_scheme": "fp8"})

@@ -1,6 +1,5 @@
 """The length-decay schedule against Algorithm 1 written out, and the surge on synthetic curves."""
 
-import json
 import math
 import random
 import statistics
@@ -12,7 +11,10 @@ from hypothesis import strategies as st
 
 from dc_trl import LengthDecaySchedule, SurgeDetector
 
-from .helpers import refuses
+from .helpers import (
+    refuses,
+    restore,
+)
 
 
 # --- the schedule ---------------------------------------------------------------------------------------------------
@@ -73,8 +75,7 @@ def test_a_restored_schedule_goes_on_as_the_saved_one(before, after, period, wit
     resumed = LengthDecaySchedule(make_optimizer(7.0))
     if with_optimizer:
         resumed.optimizer.load_state_dict(whole.optimizer.state_dict())
-    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
-    assert resumed.state_dict() == whole.state_dict()
+    assert restore(resumed, whole).state_dict() == whole.state_dict()
     assert advance(resumed, after) == advance(whole, after)
 
 
@@ -82,8 +83,7 @@ def test_a_period_that_is_given_anew_holds_from_the_resumption_on():
     for old, rates in ((100, [8.0, 4.0, 4.0, 4.0]), (6, [4.0, 2.0, 2.0, 2.0]), (2, [0.8, 0.8, 0.8, 0.8])):
         whole = LengthDecaySchedule(make_optimizer(8.0), decay_period=old)
         advance(whole, 10)  # no halving, one, and as many as the floor of 0.1 allows
-        resumed = LengthDecaySchedule(make_optimizer(8.0), decay_period=4)
-        resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+        resumed = restore(LengthDecaySchedule(make_optimizer(8.0), decay_period=4), whole)
         assert advance(resumed, 4) == rates  # of the steps 11 to 14
 
 
@@ -170,9 +170,7 @@ def test_the_reactive_schedule_and_its_resumption(cut):
     rates = []
     for step, length in enumerate(curve):
         if step == cut:
-            resumed = LengthDecaySchedule(make_optimizer())
-            resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
-            whole = resumed
+            whole = restore(LengthDecaySchedule(make_optimizer()), whole)
         rates += advance(whole, 1)
         whole.observe(length)
     assert (whole.detector.surge_step, whole.decay_period) == (101, 182)  # 1.8 × 101 = 181.8

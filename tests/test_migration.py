@@ -8,14 +8,22 @@ from itertools import pairwise
 import pytest
 import torch
 import yaml
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from dc_trl import DCGRPOConfig
 from dc_trl.constraint.corrections import correction_of
 from dc_trl.sampled_tokens import SampledTokens
 
-from .helpers import ROOT, SMALL_RUN, Rollouts
-from .test_corrections import in_trl
+from .helpers import (
+    ROOT,
+    SMALL_RUN,
+    Rollouts,
+    distinct_characters,
+    make_model,
+    make_prompts,
+    make_tokenizer,
+)
+from .test_corrections import train_in_trl
 
 
 PAGE = (ROOT / "docs" / "migration.md").read_text()
@@ -46,12 +54,14 @@ def near_the_model(call, completions, logprobs):
     logprobs[0][0] = math.nan
 
 
-def weights_of_trl(tmp_path, tokenizer, seen, fields, edit):
+def weights_of_trl(tmp_path, seen, fields, edit):
     """What TRL's own code makes of random rollouts: its ratios, log-probabilities and masks."""
     own = {"output_dir": str(tmp_path), "per_device_train_batch_size": 16, "max_steps": 1, "use_vllm": False}
     config = GRPOConfig(**SMALL_RUN | fields | own)  # no engine has to be there
     bounds = {name: getattr(config, f"vllm_importance_sampling_{name}") for name in ("mode", "clip_max", "clip_min")}
-    in_trl(config, bounds, tokenizer, Rollouts(longest=7, edit=edit))
+    data = {"train_dataset": make_prompts(), "processing_class": make_tokenizer()}
+    rollouts = Rollouts(longest=7, edit=edit)
+    train_in_trl(GRPOTrainer(make_model(), distinct_characters, config, rollout_func=rollouts, **data), **bounds)
     (inputs,) = seen
     return inputs
 
@@ -68,8 +78,8 @@ def weights_of_ours(tmp_path, inputs, **fields):
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_each_pair_gives_every_token_the_same_weight(tmp_path, tokenizer, seen_by_the_loss, before, after):
-    inputs = weights_of_trl(tmp_path, tokenizer, seen_by_the_loss, before, near_the_model)
+def test_each_pair_gives_every_token_the_same_weight(tmp_path, seen_by_the_loss, before, after):
+    inputs = weights_of_trl(tmp_path, seen_by_the_loss, before, near_the_model)
     mask = inputs["completion_mask"].bool()
     theirs = inputs["importance_sampling_ratio"].expand_as(mask)[mask]
     ours = weights_of_ours(tmp_path, inputs, **after)[mask]
@@ -79,7 +89,7 @@ def test_each_pair_gives_every_token_the_same_weight(tmp_path, tokenizer, seen_b
     assert ours.unique().numel() > 3
 
 
-def test_no_number_and_minus_infinity(tmp_path, tokenizer, seen_by_the_loss):
+def test_no_number_and_minus_infinity(tmp_path, seen_by_the_loss):
     """NaN is a ratio of 1 on both sides; −∞ is a ratio of infinity in TRL, cut to its bound, and of 1 here."""
 
     def unscored(call, completions, logprobs):
@@ -87,7 +97,7 @@ def test_no_number_and_minus_infinity(tmp_path, tokenizer, seen_by_the_loss):
         logprobs[1][0] = -math.inf
 
     fields = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
-    inputs = weights_of_trl(tmp_path, tokenizer, seen_by_the_loss, fields, unscored)
+    inputs = weights_of_trl(tmp_path, seen_by_the_loss, fields, unscored)
     ours = weights_of_ours(tmp_path, inputs, constraint="none", rollout_correction="token_truncate")
     theirs = inputs["importance_sampling_ratio"]
     infer, mask = inputs["sampling_per_token_logps"], inputs["completion_mask"].bool()

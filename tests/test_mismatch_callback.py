@@ -1,39 +1,21 @@
 """The mismatch in a run of TRL's own trainer, which `MismatchCallback` reads."""
 
 import pytest
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from dc_trl import DCGRPOTrainer, MismatchCallback
+from dc_trl import MismatchCallback
 
-from .helpers import (
-    SMALL_RUN,
-    Rollouts,
-    distinct_characters,
-    logged,
-    make_model,
-    make_prompts,
-    make_tokenizer,
-    make_trainer,
-    refuses,
-)
+from .helpers import MISALIGNED, Rollouts, logged, make_trainer, refuses
 
 
 # TRL scores what it has sampled if a generation batch outlives an optimizer step, or with vLLM.
 SHARED = {"constraint": "none", "recipe": "trl", "length_aware_batches": False}
-SCORED = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
+SCORED = MISALIGNED | {"max_steps": 4}
 NAMES = ("mean", "k3_kl", "kl", "ess", "log_ppl_abs_diff", "probs_diff_max", "probs_pearson", "chi2_seq")
 
 
 def stock_trainer(tmp_path, **fields):
-    args = GRPOConfig(str(tmp_path), **(SMALL_RUN | SCORED | fields))
-    trainer = GRPOTrainer(
-        make_model(),
-        distinct_characters,
-        args,
-        train_dataset=make_prompts(),
-        processing_class=make_tokenizer(),
-        rollout_func=Rollouts(),
-    )
+    trainer = make_trainer(tmp_path, kind=GRPOTrainer, rollout_func=Rollouts(), **SHARED | SCORED | fields)
     trainer.add_callback(MismatchCallback(trainer))
     return trainer
 
@@ -41,7 +23,7 @@ def stock_trainer(tmp_path, **fields):
 def test_stock_trl_logs_what_our_trainer_measures(tmp_path):
     stock = stock_trainer(tmp_path / "stock")
     stock.train()
-    ours = make_trainer(tmp_path / "ours", kind=DCGRPOTrainer, rollout_func=Rollouts(), **SHARED, **SCORED)
+    ours = make_trainer(tmp_path / "ours", rollout_func=Rollouts(), **SHARED, **SCORED)
     ours.train()
     assert len(logged(stock, "discrepancy/mean")) == 2  # once for each generation batch
     for name in NAMES:

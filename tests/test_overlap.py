@@ -5,13 +5,10 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.run.manifest import checkpoint_defect
 from dc_trl.sampling.overlap import AHEAD_FILE, LookAhead
 from dc_trl.sampling.rollout_ahead import BackgroundRollout
@@ -20,17 +17,21 @@ from dc_trl.serving.errors import ServerError
 
 from . import helpers
 from .helpers import (
-    TINY_MODEL,
+    MISALIGNED,
     TWO_PROCESSES,
+    On,
     Watch,
+    assert_same_weights,
     at_server,
     distinct_characters,
     load_script,
     logged,
-    make_config,
     make_model,
     make_prompts,
+    read_json,
+    refuses,
     succeed,
+    tiny_model,
     untimed,
     untimed_rows,
 )
@@ -168,15 +169,6 @@ def test_without_a_lag_the_samples_are_those_of_a_synchronous_run(tmp_path):
     assert [pytest.approx(row, rel=1e-5, abs=1e-6) for row in logs[0]] == logs[1]
 
 
-class Evaluate(TrainerCallback):
-    """Asks the engine after every step."""
-
-    trainer: DCGRPOTrainer
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.deployed_completion_ids([[20, 21, 22]])
-
-
 @requires_vllm
 def test_an_evaluation_waits_for_the_batch_ahead_and_leaves_it_as_it_was(tmp_path):
     options = {"max_steps": 6, "weight_sync_steps": 3}
@@ -184,19 +176,19 @@ def test_an_evaluation_waits_for_the_batch_ahead_and_leaves_it_as_it_was(tmp_pat
         plain = make_trainer(server.url, tmp_path / "plain", **options)
         plain.train()
         server.asked.clear()
-        evaluate = Evaluate()
-        evaluate.trainer = make_trainer(server.url, tmp_path / "evaluated", evaluate, **options)
-        evaluate.trainer.train()
+        trainer = make_trainer(server.url, tmp_path / "evaluated", **options)
+        trainer.add_callback(On("on_step_end", lambda *_, **__: trainer.deployed_completion_ids([[20, 21, 22]])))
+        trainer.train()
         evaluations = [request for request in rollouts(server) if request.prompts == [[20, 21, 22]]]
     assert max(request.others for request in server.asked) == 0
     assert len({request.version for request in evaluations}) == 6  # the present weights of each step
-    assert untimed_rows(evaluate.trainer) == untimed_rows(plain)
+    assert untimed_rows(trainer) == untimed_rows(plain)
 
 
 @requires_vllm
 def test_several_servers_sample_ahead_together_with_one_version(tmp_path):
     options = {"max_steps": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-    options |= {"save_strategy": "steps", "save_steps": 2}
+    options |= {"save_steps": 2}
     with standing_in(shortest=1, seconds=0.05) as one, standing_in(shortest=1, seconds=0.05) as other:
         urls = {"vllm_server_base_url": None, "vllm_server_base_urls": [one.url, other.url]}
         whole = make_trainer(None, tmp_path / "whole", **options | urls)
@@ -219,13 +211,13 @@ def test_several_servers_sample_ahead_together_with_one_version(tmp_path):
         ({}, 1, 2),
         ({"weight_sync_steps": 3}, 2, 3),
         # Within a generation batch, which has two prompts.
-        ({"steps_per_generation": 2, "gradient_accumulation_steps": 1}, 3, 6),
+        (MISALIGNED, 3, 6),
     ],
     ids=["first", "lag", "within"],
 )
 def test_a_resumed_run_goes_on_with_the_batch_that_was_sampled_ahead(tmp_path, options, step, started):
     """`started` are the prompts that were sampled by then, those of the batch ahead among them."""
-    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "lambda_lr": 0.5} | options
+    options = {"max_steps": 6, "save_steps": 1, "lambda_lr": 0.5} | options
     options |= {"constraint_target": "lag", "constraint_form": "log_ratio", "learning_rate": 1e-2}
     with standing_in(shortest=1, seconds=0.05) as server:
         whole = make_trainer(server.url, tmp_path / "whole", **options)
@@ -239,15 +231,14 @@ def test_a_resumed_run_goes_on_with_the_batch_that_was_sampled_ahead(tmp_path, o
     assert untimed_rows(resumed, step) == untimed_rows(whole, step)
     assert max(logged(resumed, "discrepancy/lag_mean")) > 1e-4
     assert asked_again == asked - started
-    ends = [load_file(tmp_path / run / "checkpoint-6" / "model.safetensors") for run in ("whole", "resumed")]
-    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+    assert_same_weights(resumed.model, whole.model)
     (checkpoint / "rollouts_ahead.json").unlink()
     assert "rollouts_ahead.json" in checkpoint_defect(checkpoint)
 
 
 @requires_vllm
 def test_a_batch_ahead_that_does_not_fit_is_dropped_with_a_word(tmp_path, caplog):
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options = {"max_steps": 4, "save_steps": 2}
     with standing_in(shortest=1) as server:
         make_trainer(server.url, tmp_path, **options).train()
         checkpoint = str(tmp_path / "checkpoint-2")
@@ -257,8 +248,7 @@ def test_a_batch_ahead_that_does_not_fit_is_dropped_with_a_word(tmp_path, caplog
         ):
             caplog.clear()
             server.asked.clear()
-            trainer = make_trainer(server.url, tmp_path / "other", **{"max_steps": 4} | changed)
-            trainer.train(resume_from_checkpoint=checkpoint)
+            make_trainer(server.url, tmp_path / "other", **changed).train(checkpoint)
             assert words in caplog.text
             assert len(rollouts(server)) == 2
             weights(rollouts(server))  # of weights that no run holds any more, none sampled
@@ -273,26 +263,24 @@ def test_experts_are_read_as_they_were_written(tmp_path):
         def generate(self, **asked):
             return {"completion_ids": [ended([5, 6]), [], [5, 6]]}
 
-    rollout = BackgroundRollout({"prompts": [[1, 2, 3], [4]], "generation_kwargs": {"stop": ["a"]}})
+    asked = {"prompts": [[1, 2, 3], [4]], "generation_kwargs": {"stop": ["a"]}}
+    rollout = BackgroundRollout(asked)
     rollout.start(Client())
     rollout.save(tmp_path / "file.json")
     read = BackgroundRollout.load(tmp_path / "file.json")
-    assert read.answers({"prompts": [[1, 2, 3], [4]], "generation_kwargs": {"stop": ("a",)}})
+    assert read.answers(asked | {"generation_kwargs": {"stop": ("a",)}})
     assert np.array_equal(read.routed_experts[0], routes[0])
     assert read.routed_experts[0].dtype == np.uint16
     assert read.routed_experts[1] is None
     assert read.output == {"completion_ids": [[5, 6], [], [5, 6]]}
-    assert [[type(token) for token in ids] for ids in read.output["completion_ids"]] == [
-        [int, EndToken],
-        [],
-        [int, int],
-    ]
+    kinds = [[type(token) for token in ids] for ids in read.output["completion_ids"]]
+    assert kinds == [[int, EndToken], [], [int, int]]
 
 
 @requires_vllm
 @pytest.mark.long
 def test_two_processes_resumed_by_two_and_by_one(tmp_path):
-    fields = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "deployment_scheme": "bf16", "lambda_lr": 0.5}
+    fields = {"max_steps": 5, "save_steps": 1, "deployment_scheme": "bf16", "lambda_lr": 0.5}
     fields |= {"rollout_overlap": True}
     names = ("whole", "resumed")
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
@@ -303,11 +291,10 @@ def test_two_processes_resumed_by_two_and_by_one(tmp_path):
         succeed([*TWO_PROCESSES, "-m", "tests.worker", *words])
         # A batch is two prompts, each of them a request: beside it is neither another batch nor a load.
         assert all(request.others < (2 if request in rollouts(server) else 1) for request in server.asked)
-        policy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
         fields |= at_server(server.url) | {"per_device_train_batch_size": 8}
-        by_one = helpers.make_trainer(tmp_path / "one", policy, **fields)
+        by_one = helpers.make_trainer(tmp_path / "one", tiny_model(), **fields)
         by_one.train(resume_from_checkpoint=checkpoint)
-    logs = [json.loads((tmp_path / name / "logs.json").read_text()) for name in names]
+    logs = [read_json(tmp_path / name / "logs.json") for name in names]
     assert all(log["kind"] == "DistributedType.MULTI_CPU" and len(set(log["lambda"])) == 1 for log in logs)
     whole, resumed = (untimed(log["rows"]) for log in logs)
     assert [row["sync/age"] for row in whole] == [0, 1, 1, 1, 1]
@@ -345,12 +332,12 @@ def test_a_server_lost_while_it_samples_ahead_ends_the_run_as_when_it_is_asked(t
         ):
             trainer.train()
         # The step on the batch at hand was made; the lost batch is asked for again, with the weights of its turn.
-        state = json.loads((tmp_path / "checkpoint-3" / "dc_grpo_state.json").read_text())
-        assert state["rollout_ahead"]["weights_of_step"] == 2
-        assert BackgroundRollout.load(tmp_path / "checkpoint-3" / AHEAD_FILE).output is None
+        checkpoint = tmp_path / "checkpoint-3"
+        assert read_json(checkpoint / "dc_grpo_state.json")["rollout_ahead"]["weights_of_step"] == 2
+        assert BackgroundRollout.load(checkpoint / AHEAD_FILE).output is None
         server.down, server.seconds = False, 0.0
         resumed = make_trainer(server.url, tmp_path, **options)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        resumed.train(resume_from_checkpoint=str(checkpoint))
     assert logged(resumed, "sync/age") == [0, 1, 1, 1, 1, 1]
 
 
@@ -376,7 +363,7 @@ def test_a_sync_that_fails_before_the_next_batch_keeps_the_one_that_was_sampled(
         whole = make_trainer(server.url, tmp_path / "whole", **options)
         whole.train()
         broken = make_trainer(server.url, tmp_path / "broken", Ready(server, down_after=2), **options)
-        with pytest.raises(ServerError, match=r"resume_from_checkpoint=.*checkpoint-2'"):
+        with refuses(ServerError, "resume_from_checkpoint=", "checkpoint-2'"):
             broken.train()
         server.down = False
         resumed = make_trainer(server.url, tmp_path / "broken", **options)
@@ -401,19 +388,3 @@ def test_a_training_that_stops_early_leaves_nothing_to_the_next(tmp_path):
         trainer.train()
         assert len(rollouts(server)) == 4
     assert logged(trainer, "sync/age") == [0, 1, 1, 1]
-
-
-# --- what it gains, and what it refuses -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"use_vllm": True, "vllm_mode": "colocate"}])
-def test_it_is_refused_where_the_process_that_trains_samples(tmp_path, options):
-    with pytest.raises(ValueError, match=r"rollout_overlap=True.*set use_vllm=True and vllm_mode='server'"):
-        make_config(tmp_path, rollout_overlap=True, **options)
-
-
-@requires_vllm
-@pytest.mark.parametrize("turns", [{"tools": [max]}, {"rollout_func": lambda prompts, trainer: {}}])
-def test_turns_are_refused_before_a_server_is_asked(tmp_path, turns):
-    with pytest.raises(ValueError, match=r"rollout_overlap=True.*leave (tools|rollout_func) out"):
-        make_trainer(None, tmp_path, **turns)

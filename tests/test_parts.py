@@ -1,6 +1,5 @@
 """Parts: those that are off are not there, and one of a user's own needs no edit of the package."""
 
-import json
 import re
 import sys
 
@@ -11,7 +10,15 @@ from dc_trl import DCGRPOTrainer
 from dc_trl.parts.part import Part
 from dc_trl.run.manifest import STATE_FILE
 
-from .helpers import ROOT, Rollouts, logged, make_trainer, succeed
+from .helpers import (
+    MISALIGNED,
+    ROOT,
+    Rollouts,
+    logged,
+    make_trainer,
+    read_json,
+    succeed,
+)
 
 
 PARTS = {path.stem for path in (ROOT / "dc_trl" / "parts").glob("*.py")} - {"__init__", "part"}
@@ -85,14 +92,12 @@ class Counter(Part):
 
 
 def test_a_part_is_resumed(tmp_path):
-    fields = {"rollout_func": Rollouts(), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    fields = {"rollout_func": Rollouts(), "max_steps": 4, "save_steps": 2}
     trainer = make_trainer(tmp_path, **fields)
     trainer.parts.append(Counter(trainer))
     trainer.train()
     whole = trainer.parts[-1].count
-    assert json.loads((tmp_path / "checkpoint-2" / STATE_FILE).read_text())["parts"] == {
-        "Counter": {"count": whole // 2}
-    }
+    assert read_json(tmp_path / "checkpoint-2" / STATE_FILE)["parts"] == {"Counter": {"count": whole // 2}}
     resumed = make_trainer(tmp_path, **fields)
     resumed.parts.append(Counter(resumed))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -121,7 +126,7 @@ def test_the_later_part_is_outside(tmp_path):
     assert calls == ["second before", "first before", "first after", "second after"]
 
 
-@pytest.mark.parametrize("steps", [{}, {"steps_per_generation": 2, "gradient_accumulation_steps": 1}])
+@pytest.mark.parametrize("steps", [{}, MISALIGNED])
 def test_a_form_of_the_users_own_logs_what_it_says(tmp_path, seen_by_the_loss, steps):
     """The mean over the scored tokens of the whole generation batch, of micro-batches of different lengths."""
     trainer = make_trainer(tmp_path, rollout_func=Rollouts(), constraint="static", max_steps=1, **steps)

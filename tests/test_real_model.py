@@ -3,7 +3,6 @@
 The bounds are wide, because the figures depend on the machine's kernels. Its weights are those of `make real-model`.
 """
 
-import json
 import random
 from contextlib import ExitStack
 
@@ -18,7 +17,16 @@ from dc_trl.command.arguments import RunArguments
 from dc_trl.command.build import build_trainer
 from dc_trl.sampling.replica import Replica
 
-from .helpers import ROOT, floor_and_format, logged, read_json, succeed, tensors_in
+from .helpers import (
+    ROOT,
+    floor_and_format,
+    logged,
+    read_json,
+    read_rows,
+    succeed,
+    tensors_in,
+    write_rows,
+)
 from .vllm_server import requires_vllm, serving
 
 
@@ -78,15 +86,14 @@ def run(folder, **fields):
     """A run of two steps of `configs/smollm2_135m.yaml`, with few and short completions, and questions of our own."""
     config = yaml.safe_load((ROOT / "configs" / "smollm2_135m.yaml").read_text())
     rows = [{"question": text, "answer": "#### 1"} for text in questions(8)]
-    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
     del config["dataset_config"]
     config |= {
         "model_name_or_path": str(MODEL),
-        "dataset_name": str(folder / "questions.jsonl"),
+        "dataset_name": write_rows(folder / "questions.jsonl", rows),
         "output_dir": str(folder / "run"),
         "eval_size": 0,
         # It is never right in so few tokens, and equal rewards move nothing.
-        "rewards": ["tests.test_recipes.distinct_characters_of_messages"],
+        "rewards": ["tests.helpers.distinct_characters"],
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_completion_length": 16,
@@ -109,8 +116,7 @@ def test_its_command_trains_exports_and_measures_before_and_after(tmp_path):
     # Two threads that wait for each other are several times slower than one beside the tests of another process.
     command = ["make", "real-quickstart", "THREADS=1", f"ARGS={small} --output_dir {tmp_path / 'run'}"]
     assert "training seconds" in succeed(command, timeout=None).stdout
-    history = map(json.loads, (tmp_path / "run" / "history.jsonl").read_text().splitlines())
-    (step,) = (row for row in history if "loss" in row)
+    (step,) = (row for row in read_rows(tmp_path / "run" / "history.jsonl") if "loss" in row)
     assert 0.01 < step["discrepancy/mean"] < 0.08
     config = read_json(tmp_path / "run" / "deployment" / "config.json")
     assert config["quantization_config"]["format"] == "float-quantized"
@@ -139,10 +145,10 @@ def test_nothing_is_left_of_the_replicas_mismatch_and_the_export_is_the_replica(
 @requires_vllm
 def test_a_server_samples_answers_and_follows(policy, tmp_path):
     with serving(tmp_path, "--scheme", "fp8", "--max_model_len", "256", model=str(MODEL)) as server:
-        fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url()}
+        url = server.url()
+        fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
         trainer = run(tmp_path, **fields, vllm_max_model_length=256)
         assert all(0.01 < value < 0.08 for value in logged(trainer, "discrepancy/mean"))
-        url = fields["vllm_server_base_url"]
         asked = {
             "model": httpx.get(f"{url}/v1/models").json()["data"][0]["id"],
             "messages": [{"role": "user", "content": "What is the capital of France?"}],

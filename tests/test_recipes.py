@@ -1,8 +1,6 @@
 """The papers' recipes: their numbers, their sources, their commands, and training steps of each on a tiny stand-in."""
 
 import importlib
-import re
-import shlex
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +12,24 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen3MoeForCausalLM
 
 from dc_trl.command.arguments import RunArguments, require_servable
 from dc_trl.command.build import build_trainer
 from dc_trl.grading.rewards import get_reward
 from dc_trl.settings.distribution import recompute_once
 
-from .helpers import ROOT, assert_finite, distinct_characters, logged, make_experts, make_model, make_tokenizer
+from .helpers import (
+    ROOT,
+    assert_finite,
+    code_blocks,
+    commands_in,
+    logged,
+    make_experts,
+    make_model,
+    random_model,
+    save,
+)
 from .vllm_server import requires_vllm
 
 
@@ -62,7 +70,7 @@ OVERRIDES = {
     "dataset_name": "arithmetic",
     "eval_size": 0,
     # A random model is never right, and equal rewards move nothing.
-    "rewards": ["tests.test_recipes.distinct_characters_of_messages"],
+    "rewards": ["tests.helpers.distinct_characters"],
     # The replica in the same scheme in the place of the server.
     "use_vllm": False,
     "vllm_mode": None,
@@ -82,10 +90,6 @@ OVERRIDES = {
 }
 
 
-def distinct_characters_of_messages(completions: list, **kwargs) -> list[float]:
-    return distinct_characters([messages[-1]["content"] for messages in completions])
-
-
 def path_of(name: str) -> Path:
     return ROOT / "configs" / f"{name}.yaml"
 
@@ -99,9 +103,8 @@ def stand_in(architecture: str) -> PreTrainedModel:
         return make_experts(32)
     if architecture == "qwen3":
         return make_model(32, tie_word_embeddings=False)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 262}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": 1}
-    return AutoModelForCausalLM.from_config(Qwen2Config(**shape, **heads, pad_token_id=0, initializer_range=0.2))
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": 1}
+    return random_model(Qwen2Config, initializer_range=0.2, **shape)
 
 
 def parse(config: dict, folder: Path) -> RunArguments:
@@ -153,8 +156,7 @@ def test_numbers(name, tmp_path):
 
 def parse_small(name: str, config: dict, model: PreTrainedModel, folder: Path):
     """The fields that a small machine leaves as they are, and all arguments for a run of this model there."""
-    model.save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
+    save(model, folder / "model")
     recipe = RECIPES[name]
     small = OVERRIDES | {
         "model_name_or_path": str(folder / "model"),
@@ -269,17 +271,15 @@ def launch_of(recipe: Recipe) -> str:
 
 def commands() -> list[list[str]]:
     """Commands of docs/papers.md and of the files' headers."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "papers.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks = code_blocks((ROOT / "docs" / "papers.md").read_text(), "bash")
     for name in RECIPES:
-        header = [line[4:] for line in path_of(name).read_text().splitlines() if line.startswith("#   ")]
-        blocks.append("\n".join(header))
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    words = [shlex.split(line, comments=True) for line in lines if line.strip()]
+        blocks += [line[4:] for line in path_of(name).read_text().splitlines() if line.startswith("#   ")]
+    words = commands_in("\n".join(blocks))
     return [[word for word in command if "=" not in word or command.index(word) > 0] for command in words]
 
 
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words)[:60])
-def test_commands_are_read_by_the_programs_themselves(words, monkeypatch, tmp_path):
+def test_commands_are_read_by_the_programs_themselves(words, tmp_path):
     if words[:2] == ["accelerate", "launch"]:
         args = launch_command_parser().parse_args(words[2:])
         given = args.training_script_args

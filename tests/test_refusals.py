@@ -118,10 +118,12 @@ generation_kwargs: '[1]' | generation_kwargs='[1]' dictionary JSON
 model_init_kwargs: '{a' | model_init_kwargs='{a' dictionary JSON
 # --- functions of a user's own, and corrections
 constraint_form: cubic | constraint_form='cubic' 'injected' 'quadratic' 'log_ratio' module:function
-constraint_form: 'none_such:form' | constraint_form='none_such:form' 'none_such'
+constraint_form: 'none_such:form' | constraint_form='none_such:form' module 'none_such' install
 constraint_form: 'math:none_such' | constraint_form='math:none_such' 'none_such'
-constraint_form: 'math:sqrt' | constraint_form='math:sqrt' tokens measure
+constraint_form: 'math:sqrt' | constraint_form='math:sqrt' sqrt(tokens, measure)
+rollout_correction: 'math:sqrt', rollout_correction_max: 3.0 | rollout_correction='math:sqrt' sqrt(tokens, upper)
 rollout_correction: tis | rollout_correction='tis' 'token_truncate' 'ppo_clip' module:function
+rollout_correction: 'icepop, geometric_mask(a)' | 'icepop, geometric_mask(a)' two bounds
 rollout_correction: 'icepop(1, 2' | rollout_correction='icepop(1, bounds parentheses
 rollout_correction: 'tv_mask(0, 1)' | rollout_correction='tv_mask' lower upper
 rollout_correction: tv_mask, rollout_correction_min: 0.1 | rollout_correction='tv_mask' lower
@@ -152,6 +154,9 @@ rollout_overlap: true | rollout_overlap=True use_vllm=False use_vllm=True 'serve
 rollout_overlap: true, COLOCATED | rollout_overlap=True vllm_mode='colocate' 'server'
 score_centering_top_k: 8 | score_centering_top_k=8 score_centering=False score_centering=True
 recipe: both, deployment_scheme: fp8, constraint: none, constraint_form: quadratic | constraint_form= constraint='none'
+recipe: format, deployment_scheme: fp8, constraint: none, constraint_form: quadratic | constraint_form= 'none'
+recipe: lag, deployment_scheme: fp8, constraint: none, constraint_form: quadratic | constraint_form= 'none'
+recipe: paper, deployment_scheme: fp8, constraint: none, constraint_form: quadratic | constraint_form= 'none'
 # --- contradictions
 lambda_init: 2.0 | lambda_init=2.0 lambda_min=0.0 lambda_max=1.0
 lambda_max: 0.05, lambda_min: 0.5 | lambda_max=0.05 lambda_min=0.5 below
@@ -160,6 +165,7 @@ discrepancy_split: true | discrepancy_split=True use_vllm=False deployment_schem
 recipe: format | recipe='format' deployment_scheme=None 'fp8'
 recipe: both | recipe='both' deployment_scheme=None 'fp8'
 recipe: both, train_through_quantization: true | recipe='both' deployment_scheme=None 'fp8'
+recipe: format, train_through_quantization: true | recipe='format' deployment_scheme=None 'fp8'
 ALIGNED, fp16: true | fp16=True train_through_quantization=True bf16=True
 ALIGNED, cast_lm_head_to_fp32: true | cast_lm_head_to_fp32=True train_through_quantization=True
 ALIGNED, gradient_checkpointing_kwargs: {use_reentrant: true} | gradient_checkpointing_kwargs= use_reentrant False
@@ -209,7 +215,8 @@ VLLM, generation_kwargs: {suppress_tokens: [1]} | generation_kwargs={'suppress_t
 VLLM, generation_kwargs: {min_token: 1} | generation_kwargs={'min_token': min_tokens
 recipe: paper, top_p: 0.9, VLLM | top_k=0 top_p=0.9 min_p=None 20 use_vllm=False constraint='none'
 recipe: paper, generation_kwargs: {top_p: 0.5}, VLLM | top_p=0.5 top_k=0 constraint='none'
-recipe: paper, top_k: 50, COLOCATED | top_k=50 vllm_mode='colocate' 20 vllm_mode='server'
+recipe: paper, min_p: 0.1, VLLM | top_k=0 min_p=0.1 20 use_vllm=False constraint='none'
+recipe: paper, top_k: 21, COLOCATED | top_k=21 vllm_mode='colocate' 20 vllm_mode='server'
 score_centering: true, COLOCATED, score_centering_top_k: 64 | score_centering_top_k=64 20 'server'
 """
 
@@ -220,6 +227,7 @@ rollout_correction: icepop | rollout_correction='icepop' deployment_scheme use_v
 with: rollout_func, deployment_scheme: fp8 | deployment_scheme='fp8' use_vllm rollout_func
 with: rollout_func, deployment_scheme: fp8, routing_replay: true | routing_replay=True rollout_func
 with: rollout_func, deployment_scheme: fp8, discrepancy_split: true | deployment_scheme='fp8' rollout_func
+with: rollout_func, VLLM, routing_replay: true | routing_replay=True rollout_func
 with: rollout_func, LAG | constraint_target='lag' rollout_func use_vllm=True
 with: tools, VLLM, rollout_overlap: true | rollout_overlap=True tools rollout_overlap=False
 with: environment_factory, VLLM, rollout_overlap: true | rollout_overlap=True environment_factory rollout_overlap=False
@@ -398,7 +406,7 @@ def test_of_a_trainer(tmp_path, monkeypatch, settings, words):
 
 def test_a_refusal_names_the_file_whose_field_it_is_and_no_other(tmp_path, capsys):
     file = tmp_path / "run.yaml"
-    for line in ("lambda_lr: fast", "lambda_lr: -1", "lamda_lr: 1", "save_strategy: sometimes"):
+    for line in ("lambda_lr: fast", "lambda_lr: -1", "lamda_lr: 1", "save_strategy: sometimes", "learning_rate: [1]"):
         file.write_text(f"{line}\n")
         with pytest.raises(SystemExit, match=f"^error: {file}: {line.partition(':')[0]}"):
             call("train", ["--config", str(file)])

@@ -43,6 +43,8 @@ from dc_trl.sampling.replica import Replica
 
 from .helpers import (
     TWO_EXPERTS,
+    assert_same_tensors,
+    assert_same_weights,
     largest_allocation,
     make_experts,
     make_model,
@@ -70,27 +72,20 @@ def by_hand(weight, scheme):
         return torch.tensor(mxfp8(weight.numpy()))
     if scheme.startswith("nvfp4"):
         return torch.tensor(nvfp4(weight.numpy(), 64, by_inverse=False))
-    if scheme in ("fp8", "fp8_w8a16"):
-        scale = weight.abs().amax(1, keepdim=True) / 448
-        return (weight / scale).to(torch.float8_e4m3fn).float() * scale
-    if scheme == "int8":
-        scale = weight.abs().amax(1, keepdim=True) / 127.5
-        return (weight / scale).round().clamp(-128, 127) * scale
-    if scheme == "fp8_block":
-        out = torch.empty_like(weight)
-        for i in range(0, rows, 128):
-            for j in range(0, columns, 128):
-                block = weight[i : i + 128, j : j + 128]
-                scale = block.abs().max() / 448
-                out[i : i + 128, j : j + 128] = (block / scale).to(torch.float8_e4m3fn).float() * scale
-        return out
-    group = 128 if scheme == "int4" else 32
-    out = torch.empty_like(weight)
-    for j in range(0, columns, group):
-        block = weight[:, j : j + group]
-        scale = (block.abs().amax(1, keepdim=True) / 7.5).to(torch.bfloat16).float()  # as vLLM's kernels keep it
-        out[:, j : j + group] = (block / scale).round().clamp(-8, 7) * scale
-    return out
+    height, width = {"fp8_block": (128, 128), "int4": (1, 128), "int4_g32": (1, 32)}.get(scheme, (1, columns))
+    out = torch.nn.functional.pad(weight, (0, 0, 0, -rows % height))
+    blocks = out.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    if scheme.startswith("fp8"):
+        scale = largest / 448
+        numbers = (blocks / scale).to(torch.float8_e4m3fn).float()
+    elif scheme == "int8":
+        scale = largest / 127.5
+        numbers = (blocks / scale).round().clamp(-128, 127)
+    else:
+        scale = (largest / 7.5).to(torch.bfloat16).float()  # as vLLM's kernels keep it
+        numbers = (blocks / scale).round().clamp(-8, 7)
+    return (numbers * scale).flatten(2).flatten(0, 1)[:rows]
 
 
 @quantized
@@ -185,13 +180,15 @@ def of_width(columns):
     return arrays(np.float32, (4, columns), elements=numbers)
 
 
+def rounded_activations(value, scheme):
+    return ActivationQuantizer(scheme.input_activations).fake_quantize(value.bfloat16())
+
+
 @given(of_width(32))
 def test_nvfp4_by_its_specification(values):
     scheme, value = scheme_of("nvfp4"), torch.tensor(values)
-    mine = fake_quantize_weight(value, scheme.weights)
-    np.testing.assert_array_equal(mine, nvfp4(values, 64, by_inverse=False))
-    mine = ActivationQuantizer(scheme.input_activations).fake_quantize(value.bfloat16())
-    np.testing.assert_array_equal(mine.float(), nvfp4(values, 0.5, by_inverse=True))
+    np.testing.assert_array_equal(fake_quantize_weight(value, scheme.weights), nvfp4(values, 64, by_inverse=False))
+    np.testing.assert_array_equal(rounded_activations(value, scheme).float(), nvfp4(values, 0.5, by_inverse=True))
 
 
 @given(of_width(64))
@@ -200,8 +197,7 @@ def test_mxfp8_by_its_specification(values):
     # For a largest magnitude of exactly 1.75 × 2^n, compressed-tensors takes a scale that is twice as large.
     if (np.frexp(np.abs(values.reshape(-1, 32)).max(-1))[0] != 0.875).all():
         np.testing.assert_array_equal(fake_quantize_weight(value, scheme.weights), mxfp8(values))
-    mine = ActivationQuantizer(scheme.input_activations).fake_quantize(value.bfloat16())
-    np.testing.assert_array_equal(mine.float(), mxfp8(values))
+    np.testing.assert_array_equal(rounded_activations(value, scheme).float(), mxfp8(values))
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4a16", "mxfp8"])
@@ -219,26 +215,21 @@ def test_activations_in_blocks_are_bit_for_bit_those_of_vllm():
     """With the arithmetic with which vLLM emulates its kernels, from the scales that the checkpoint holds."""
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils, nvfp4_emulation_utils
 
-    value = awkward_activations(torch.bfloat16).flatten(0, 1)
-    policy = make_model(128)
-    scheme = resolve_scheme("nvfp4", policy)
+    value, scheme = awkward_activations(torch.bfloat16).flatten(0, 1), scheme_of("nvfp4")
     stored = compressed_weight(torch.randn(64, 256), scheme)
-    mine = ActivationQuantizer(scheme.input_activations).fake_quantize(value)
     theirs = nvfp4_emulation_utils.ref_nvfp4_quant_dequant(value, stored["input_global_scale"], 16)
-    assert torch.equal(mine, theirs)
-    numbers, scale = mxfp8_utils._mxfp8_e4m3_quantize_torch(value)
-    theirs = mxfp8_utils.dequant_mxfp8_to_bf16(numbers, scale)
-    mine = ActivationQuantizer(resolve_scheme("mxfp8", policy).input_activations).fake_quantize(value)
-    assert torch.equal(mine, theirs)
+    assert torch.equal(rounded_activations(value, scheme), theirs)
+    theirs = mxfp8_utils.dequant_mxfp8_to_bf16(*mxfp8_utils._mxfp8_e4m3_quantize_torch(value))
+    assert torch.equal(rounded_activations(value, scheme_of("mxfp8")), theirs)
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM's own arithmetic is compared")
 def test_stored_weights_in_blocks_are_read_by_vllm_as_the_replicas():
     from vllm.model_executor.layers.quantization.utils import mxfp8_utils, nvfp4_emulation_utils
 
-    weight, policy = torch.randn(64, 256), make_model(128)
+    weight = torch.randn(64, 256)
     for name in ("nvfp4", "mxfp8"):
-        scheme = resolve_scheme(name, policy)
+        scheme = scheme_of(name)
         stored = compressed_weight(weight, scheme)
         if name == "mxfp8":
             theirs = mxfp8_utils.dequant_mxfp8_to_bf16(stored["weight"], stored["weight_scale"])
@@ -274,15 +265,17 @@ def test_norms_read_the_sum_before_it_is_rounded():
     layer.register_forward_pre_hook(lambda module, inputs: seen.update(before=inputs[0]))
     layer.self_attn.register_forward_hook(lambda module, inputs, output: seen.update(added=output[0]))
     layer.post_attention_layernorm.register_forward_hook(lambda module, inputs, output: seen.update(norm=output))
+
+    def share_that_differs(total):
+        expected = (total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
+        return (seen["norm"] != expected * layer.post_attention_layernorm.weight).float().mean()
+
     for prompt in PROMPTS:
         with torch.no_grad():
             replica.model(torch.tensor([prompt]))
         total = seen["before"].double() + seen["added"].double()
-        expected = (total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
-        assert (seen["norm"] != expected * layer.post_attention_layernorm.weight).float().mean() < 0.01
-        rounded = total.bfloat16().double()
-        rounded = (rounded / (rounded.square().mean(-1, keepdim=True) + 1e-6).sqrt()).bfloat16()
-        assert (seen["norm"] != rounded * layer.post_attention_layernorm.weight).float().mean() > 0.02
+        assert share_that_differs(total) < 0.01
+        assert share_that_differs(total.bfloat16().double()) > 0.02
 
 
 def test_rounding_to_float8_is_bit_for_bit_the_cast():
@@ -359,15 +352,14 @@ def test_samples_follow_the_replicas_distribution():
 
 def test_completions_end_with_their_first_end_token():
     torch.manual_seed(0)
-    policy = make_model(128)
-    replica = Replica(policy, "bf16")
-    completions, logprobs = replica.generate([[20]] * 64, sampling(max_new_tokens=30, eos_token_id=[1, 40, 41]), 1.0)
-    ended = [completion for completion in completions if len(completion) < 30]
-    assert ended
+    replica = Replica(make_model(128), "bf16")
+    ends = {1, 40, 41}
+    completions, logprobs = replica.generate([[20]] * 64, sampling(max_new_tokens=30, eos_token_id=[*ends]), 1.0)
+    assert min(map(len, completions)) < 30
     for completion, values in zip(completions, logprobs, strict=True):
         assert len(completion) == len(values)
-        assert not {1, 40, 41} & set(completion[:-1])
-    assert {completion[-1] for completion in ended} <= {1, 40, 41}
+        assert not ends & set(completion[:-1])
+        assert len(completion) == 30 or completion[-1] in ends
 
 
 @pytest.mark.parametrize(
@@ -379,8 +371,7 @@ def test_follows_the_policy(make, scheme):
     policy.load_state_dict(other.state_dict())
     replica.sync(policy)
     fresh = Replica(other, scheme)
-    for mine, expected in zip(replica.model.parameters(), fresh.model.parameters(), strict=True):
-        assert torch.equal(mine, expected)
+    assert_same_weights(replica.model, fresh.model)
 
 
 LINEAR = {"target_modules": ["q_proj", "down_proj"]}
@@ -403,7 +394,7 @@ def test_adapters_are_merged_outside_the_policy(make, options):
             torch.nn.init.normal_(parameter, std=0.1)
     before = copy.deepcopy(policy.state_dict())
     merged = dict(policy_tensors(policy))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+    assert_same_tensors(policy.state_dict(), before)
     reference = copy.deepcopy(policy).merge_and_unload()
     expected = dict(reference.named_parameters(remove_duplicate=False))
     assert set(expected) <= set(merged)
@@ -422,9 +413,8 @@ def test_an_adapter_without_merged_form_is_refused():
 
 
 def test_groups_follow_the_width_of_the_model(caplog):
-    assert resolve_scheme("int4", make_model(128)).weights.group_size == 128
-    assert resolve_scheme("int4", make_model(32)).weights.group_size == 32
-    assert resolve_scheme("int4", make_model(160)).weights.group_size == 32
+    for width, size in ((128, 128), (32, 32), (160, 32)):
+        assert resolve_scheme("int4", make_model(width)).weights.group_size == size
     assert all(words in caplog.text for words in ("'int4_g32'", "160", "model.layers.0"))
     assert "128 inputs" not in caplog.text
     with refuses(ValueError, "deployment_scheme='int4'", 48, "'fp8'", "'int8'"):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import xxhash
 from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dc_trl import DeploymentCheckpointCallback, HistoryCallback, LengthDecayCallback
 from dc_trl.run.interruption import RunInterrupted, StopSignals
@@ -24,11 +24,26 @@ from dc_trl.run.resuming import load_saved_weights
 from dc_trl.serving.errors import ServerError
 
 from . import helpers
-from .helpers import Rollouts, logged, make_prompts
+from .helpers import (
+    MISALIGNED,
+    ByStep,
+    On,
+    Rollouts,
+    assert_same_tensors,
+    assert_same_weights,
+    logged,
+    make_experts,
+    make_model,
+    make_prompts,
+    read_json,
+    refuses,
+    steps_of,
+    untimed_rows,
+)
 
 
 def make_trainer(output_dir, peft=None, rollouts=None, **options):
-    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, **options}
+    options = {"save_steps": 1, "max_steps": 1, **options}
     return helpers.make_trainer(output_dir, peft_config=peft, rollout_func=rollouts or Rollouts(), **options)
 
 
@@ -36,7 +51,7 @@ def make_trainer(output_dir, peft=None, rollouts=None, **options):
 def saved(tmp_path_factory):
     """A checkpoint between two optimizer steps of one generation batch, so that rollouts are part of it."""
     folder = tmp_path_factory.mktemp("saved")
-    trainer = make_trainer(folder, steps_per_generation=2, gradient_accumulation_steps=1)
+    trainer = make_trainer(folder, **MISALIGNED)
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
     trainer.train()
     return folder / "checkpoint-1"
@@ -53,7 +68,7 @@ def copy_as(checkpoint, step):
 
 
 def test_a_manifest_lists_every_file_and_tells_one_that_is_cut_short(checkpoint):
-    listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    listed = read_json(checkpoint / "manifest.json")["files"]
     files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
     assert set(listed) == {name for name in files if not name.startswith(("deployment/", "manifest.json"))}
     (checkpoint / "notes.txt").write_text("the user's")
@@ -61,12 +76,10 @@ def test_a_manifest_lists_every_file_and_tells_one_that_is_cut_short(checkpoint)
     assert checkpoint_defect(checkpoint) is None
     for name in listed:
         whole = (checkpoint / name).read_bytes()
-        (checkpoint / name).write_bytes(whole[:-1])
-        assert name in checkpoint_defect(checkpoint)
-        (checkpoint / name).write_bytes(whole + b" ")  # of another save
-        assert name in checkpoint_defect(checkpoint)
-        (checkpoint / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # a bit that has tipped
-        assert name in checkpoint_defect(checkpoint)
+        tipped = whole[:-1] + bytes([whole[-1] ^ 1])  # a bit
+        for damaged in (whole[:-1], whole + b" ", tipped):
+            (checkpoint / name).write_bytes(damaged)
+            assert name in checkpoint_defect(checkpoint)
         assert checkpoint_defect(checkpoint, contents=False) is None or name == "trainer_state.json"
         (checkpoint / name).unlink()
         assert name in checkpoint_defect(checkpoint)
@@ -79,7 +92,7 @@ def test_a_manifest_lists_every_file_and_tells_one_that_is_cut_short(checkpoint)
 
 def test_hashes_are_those_of_xxhash_and_an_older_manifest_has_none(checkpoint):
     path = checkpoint / "manifest.json"
-    listed = json.loads(path.read_text())
+    listed = read_json(path)
     for name, entry in listed["files"].items():
         assert entry.pop("xxh3") == xxhash.xxh3_128((checkpoint / name).read_bytes()).hexdigest()
     path.write_text(json.dumps(listed))
@@ -92,22 +105,25 @@ def test_a_manifest_that_lists_nothing_is_a_defect(checkpoint, text):
     assert "manifest.json" in checkpoint_defect(checkpoint)
 
 
+@pytest.fixture
+def of_another_trainer(checkpoint):
+    for name in ("manifest.json", "dc_grpo_state.json"):
+        (checkpoint / name).unlink()
+    return checkpoint
+
+
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("step", [10**30, -1, 0.5, "1", None, math.nan])
-def test_a_step_that_no_run_can_have_come_to_is_a_defect(checkpoint, step):
-    (checkpoint / "manifest.json").unlink()
-    (checkpoint / "dc_grpo_state.json").unlink()  # of another trainer
-    path = checkpoint / "trainer_state.json"
-    state = json.loads(path.read_text())
-    path.write_text(json.dumps(state | {"global_step": step}))
-    assert f"global_step={step!r}" in checkpoint_defect(checkpoint)
-    path.write_text(json.dumps(state | {"global_step": step, "max_steps": step}))
-    assert f"global_step={step!r}" in checkpoint_defect(checkpoint)
+def test_a_step_that_no_run_can_have_come_to_is_a_defect(of_another_trainer, step):
+    path = of_another_trainer / "trainer_state.json"
+    state = read_json(path)
+    for last in ({}, {"max_steps": step}):
+        path.write_text(json.dumps(state | {"global_step": step} | last))
+        assert f"global_step={step!r}" in checkpoint_defect(of_another_trainer)
 
 
-def test_what_cannot_be_loaded_is_not_said_to_be_saved(checkpoint):
-    (checkpoint / "manifest.json").unlink()
-    (checkpoint / "dc_grpo_state.json").unlink()  # of another trainer
+def test_what_cannot_be_loaded_is_not_said_to_be_saved(of_another_trainer):
+    checkpoint = of_another_trainer
     (checkpoint / "optimizer.pt").write_bytes(b"damaged")
     with pytest.raises(Exception) as error:  # noqa: PT011 (PyTorch's own)
         make_trainer(checkpoint.parent, max_steps=2).train(resume_from_checkpoint=True)
@@ -127,29 +143,25 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
     (run / "checkpoint-100").write_text("a file")
     (run / "checkpoint-best").mkdir()
     assert resumable_checkpoint("True", run) == str(run / "checkpoint-2")
-    (message,) = (text for record in caplog.records if "Resuming from" in (text := record.getMessage()))
-    for words in (
-        "checkpoint-99 holds no trainer_state",
-        "checkpoint-10 holds no",
-        "checkpoint-3 holds no optimizer.pt, which",
-    ):
+    (message,) = (text for text in caplog.messages if "Resuming from" in text)
+    for words in ("checkpoint-99 holds no trainer_state", "checkpoint-10 ", "checkpoint-3 holds no optimizer.pt"):
         assert words in message
     assert "checkpoint-1 " not in message
 
     for step in (1, 2):
         (run / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"holds no whole checkpoint: checkpoint-99 .*checkpoint-1 holds model\.saf"):
+    with refuses(ValueError, "no whole checkpoint", "checkpoint-99 ", "checkpoint-1 holds model.saf"):
         resumable_checkpoint(True, run)
-    with pytest.raises(ValueError, match=r"nowhere' is not a directory\. Give another checkpoint, or true"):
+    with refuses(ValueError, "nowhere'", "another checkpoint, or true"):
         resumable_checkpoint(str(run / "nowhere"), run)
 
 
 def test_the_trainer_takes_the_newest_whole_one_and_keeps_apart_what_another_run_left(checkpoint):
     run = checkpoint.parent
-    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 3}
+    options = {"max_steps": 3} | MISALIGNED
     trainer = make_trainer(run, **options)
     trainer.train(resume_from_checkpoint=True)
-    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2, 3]
+    assert steps_of(trainer.state.log_history) == [1, 2, 3]
     (run / "checkpoint-2" / "mark").touch()
     make_trainer(run, **options | {"max_steps": 2}).train(resume_from_checkpoint=str(run / "checkpoint-1"))
     assert (run / "earlier-checkpoint-2" / "mark").exists()
@@ -164,12 +176,26 @@ def test_the_trainer_takes_the_newest_whole_one_and_keeps_apart_what_another_run
     assert [step for step in range(1, 5) if (run / f"checkpoint-{step}").exists()] == [4]
 
 
-def test_a_run_of_an_adapter_goes_on(tmp_path):
-    adapter = LoraConfig(r=2, target_modules=["q_proj"])
-    make_trainer(tmp_path, adapter).train()
-    trainer = make_trainer(tmp_path, adapter, max_steps=2)
-    trainer.train(resume_from_checkpoint=True)
-    assert len(logged(trainer, "loss")) == 2
+# What a checkpoint within a generation batch has of the rest of it.
+WITHIN = {
+    "rows of several lengths": {"rollout_func": ByStep(longest=30), "max_completion_length": 32},
+    "what a correction made": {"rollout_func": ByStep(), "rollout_correction": "token_mask", "lambda_lr": 0.5},
+    "kept tokens": {"deployment_scheme": "bf16", "top_k": 6},
+    "routes": {"deployment_scheme": "fp8", "routing_replay": True, "model": make_experts},
+    "an adapter": {"rollout_func": ByStep(), "peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
+}
+
+
+@pytest.mark.parametrize("fields", WITHIN.values(), ids=WITHIN)
+def test_a_run_resumed_within_a_generation_batch_is_the_uninterrupted_one(tmp_path, fields):
+    fields = MISALIGNED | {"num_iterations": 2, "max_steps": 5, "save_steps": 1} | fields
+    whole, resumed = (
+        helpers.make_trainer(tmp_path, **fields | {"model": fields.get("model", make_model)()}) for _ in range(2)
+    )
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert untimed_rows(resumed, 1) == untimed_rows(whole, 1)
+    assert_same_weights(resumed.model, whole.model)
 
 
 def test_the_settings_of_a_run_that_goes_on_are_recorded_and_the_old_ones_kept(tmp_path):
@@ -180,7 +206,7 @@ def test_the_settings_of_a_run_that_goes_on_are_recorded_and_the_old_ones_kept(t
     make_trainer(tmp_path, export_run=True, **other).train(resume_from_checkpoint=True)
     assert [path.name for path in tmp_path.glob("settings.*.json")] == ["settings.1.json"]
     assert (tmp_path / "settings.1.json").read_text() == before
-    assert json.loads((tmp_path / "settings.json").read_text()) == json.loads(before) | other
+    assert read_json(tmp_path / "settings.json") == json.loads(before) | other
 
 
 def test_a_reference_model_that_follows_the_policy_is_said_to_begin_anew(tmp_path, caplog):
@@ -196,10 +222,8 @@ def test_weights_are_found_whose_names_on_the_disk_differ(tmp_path, kind):
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     small |= {"num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0}
     if kind == "deepseek_v3":
-        of_experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-        heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-        experts = {**of_experts, **heads, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
-        make = partial(AutoModelForCausalLM.from_config, AutoConfig.for_model(kind, **small, **experts))
+        config = AutoConfig.for_model(kind, **small, **helpers.DEEPSEEK, first_k_dense_replace=1)
+        make = partial(AutoModelForCausalLM.from_config, config)
     else:
         rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
         seen = {"hidden_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16}
@@ -212,13 +236,12 @@ def test_weights_are_found_whose_names_on_the_disk_differ(tmp_path, kind):
     loaded.load_state_dict(other.state_dict())
     plain = SimpleNamespace(is_fsdp_enabled=False, is_deepspeed_enabled=False)
     assert load_saved_weights(plain, loaded, str(tmp_path))
-    for name, value in loaded.state_dict().items():
-        assert torch.equal(value, saved.state_dict()[name]), name
+    assert_same_tensors(loaded.state_dict(), saved.state_dict())
 
 
 def test_a_checkpoint_of_weights_only_is_not_resumed(tmp_path):
     make_trainer(tmp_path, save_only_model=True).train()
-    with pytest.raises(ValueError, match=r"holds no optimizer \(save_only_model=true .*model_name_or_path"):
+    with refuses(ValueError, "optimizer", "save_only_model=true", "model_name_or_path"):
         make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
@@ -246,87 +269,41 @@ def test_a_lost_server_leaves_a_checkpoint_of_the_last_step(tmp_path, step):
         trainer.train()
     resumed = make_trainer(tmp_path, max_steps=2)
     resumed.train(resume_from_checkpoint="auto")
-    assert [row["step"] for row in resumed.state.log_history if "loss" in row] == [1, 2]
+    assert steps_of(resumed.state.log_history) == [1, 2]
 
 
-class Broken(TrainerCallback):
-    """An error within the second optimizer step."""
-
-    def on_substep_end(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            raise KeyError("a bug")
-
-
-def test_an_error_within_an_iteration_leaves_the_rest_of_it(tmp_path):
-    """The last step that ended lies within a generation batch and an accumulation, of which a part was trained."""
-    options = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "max_steps": 3}
-    trainer = make_trainer(tmp_path / "run", save_steps=500, **options)
-    trainer.add_callback(Broken())
-    with pytest.raises(KeyError) as error:
-        trainer.train()
-    assert "The run is saved" in error.value.__notes__[0]
-    whole, resumed = make_trainer(tmp_path / "whole", **options), make_trainer(tmp_path / "run", **options)
-    whole.train()
-    resumed.train(resume_from_checkpoint=True)
-    for name in ("loss", "lagrangian/lambda"):
-        assert logged(resumed, name)[:2] == logged(whole, name)[:2]
-
-
-def test_what_an_error_leaves_is_of_the_step_before_it(tmp_path):
-    """Two generation batches make a step, and the error comes between them: δ̄ of the first one is measured again."""
-    options = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "max_steps": 2}
-    options |= {"discrepancy_tolerance": "auto"}
-    trainer = make_trainer(tmp_path, save_steps=500, **options)
-    trainer.add_callback(Broken())
-    with pytest.raises(KeyError):
-        trainer.train()
-    resumed = make_trainer(tmp_path, **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert len(resumed.lagrange_multiplier.state_dict()["observed"]) == 4
-
-
-def evaluated(trainer):
-    """The trainer with an evaluation after each step."""
-    trainer.eval_dataset = make_prompts(4)
-    trainer.args.eval_strategy, trainer.args.eval_steps, trainer.args.do_eval = "steps", 1, True
-    return trainer
-
-
-class Signal(TrainerCallback):
-    """Sends this process a signal at an event after step 2, and waits until it has come."""
-
-    def __init__(self, event, signals):
-        self._signals = signals
-        setattr(self, event, self._send)
-
-    def _send(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-            while not self._signals._signum:
-                time.sleep(0.001)
+EVALUATED = {"eval_steps": 1, "eval_dataset": make_prompts(4)}
 
 
 @pytest.mark.parametrize("event", ["on_step_begin", "on_prediction_step"])
 def test_a_signal_ends_a_run_after_its_next_step_and_evaluation(tmp_path, event):
+
+    def send(state, **kwargs):
+        """A signal after step 2, which has come."""
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not signals._signum:
+                time.sleep(0.001)
+
     with StopSignals() as signals:
-        trainer = evaluated(make_trainer(tmp_path, max_steps=4, save_steps=500))
-        trainer.add_callback(Signal(event, signals))
+        trainer = make_trainer(tmp_path, max_steps=4, save_steps=500, **EVALUATED)
+        trainer.add_callback(On(event, send))
         trainer.add_callback(signals)
         with pytest.raises(RunInterrupted, match=r"The run is saved: .*checkpoint-3'"):
             trainer.train()
     assert trainer.state.global_step == 3
-    assert [row["step"] for row in trainer.state.log_history if "eval_loss" in row] == [1, 2, 3]
-    resumed = evaluated(make_trainer(tmp_path, max_steps=4))
+    assert steps_of(trainer.state.log_history, "eval_loss") == [1, 2, 3]
+    resumed = make_trainer(tmp_path, max_steps=4, **EVALUATED)
     resumed.train(resume_from_checkpoint=True)
-    assert [row["step"] for row in resumed.state.log_history if "eval_loss" in row] == [1, 2, 3, 4]
+    assert steps_of(resumed.state.log_history, "eval_loss") == [1, 2, 3, 4]
 
 
-def test_a_disk_too_full_for_the_last_checkpoint_is_said_so(tmp_path, small_disk):
+def test_a_disk_too_full_for_the_last_checkpoint_is_said_so(small_disk):
     trainer = make_trainer(small_disk / "run", rollouts=LostServer(1), save_steps=500, max_steps=2)
     (small_disk / "filler").write_bytes(bytes((1 << 20) - (40 << 10)))
     with pytest.raises(ServerError, match=r"^the server is gone\. The run could not be saved \(.*resume_from_check"):
         trainer.train()
-    with pytest.raises(ValueError, match=r"holds no whole checkpoint: checkpoint-1 "):
+    with refuses(ValueError, "no whole checkpoint", "checkpoint-1 "):
         make_trainer(small_disk / "run").train(resume_from_checkpoint=True)
 
 
@@ -380,14 +357,15 @@ def test_a_lower_learning_rate_takes_effect_on_resuming(tmp_path, first_step):
     torch.testing.assert_close(moved[1], 0.1 * moved[0], atol=1e-6, rtol=1e-3)
 
 
-class Rates(TrainerCallback):
-    """What each step is made with, of every group of parameters."""
+def rates_of(trainer):
+    """What each step will be made with, of every group of parameters."""
+    rates = []
 
-    def __init__(self):
-        self.rates: list[float] = []
+    def look(state, optimizer, **kwargs):
+        rates.extend(group["lr"] for group in optimizer.param_groups)
 
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        self.rates.extend(group["lr"] for group in optimizer.param_groups)
+    trainer.add_callback(On("on_pre_optimizer_step", look))
+    return rates
 
 
 def test_a_lower_rate_goes_on_where_its_schedule_stands(tmp_path):
@@ -395,29 +373,29 @@ def test_a_lower_rate_goes_on_where_its_schedule_stands(tmp_path):
     linear = {"constraint": "none", "lr_scheduler_type": "linear", "max_steps": 4}
     make_trainer(tmp_path, learning_rate=4e-2, **linear).train()
     lower = make_trainer(tmp_path, learning_rate=4e-3, **linear)
-    lower.add_callback(rates := Rates())
+    rates = rates_of(lower)
     lower.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert rates.rates == pytest.approx([3e-3, 3e-3, 2e-3, 2e-3, 1e-3, 1e-3])
+    assert rates == pytest.approx([3e-3, 3e-3, 2e-3, 2e-3, 1e-3, 1e-3])
 
 
 def test_a_rate_that_goes_by_plateaus_is_resumed(tmp_path):
     plateau = {"constraint": "none", "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "reward"}
-    plateau |= {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": make_prompts(4), "num_generations_eval": 1}
+    plateau |= EVALUATED | {"num_generations_eval": 1}
     make_trainer(tmp_path / "first", **plateau).train()
     trainer = go_on(tmp_path / "second", tmp_path / "first" / "checkpoint-1", **plateau)
     assert trainer.state.global_step == 2
 
 
 def test_length_decay_may_begin_on_resuming(tmp_path, first_step):
-    rates = Rates()
+    rates = []
 
     def decay(trainer):
         trainer.add_callback(LengthDecayCallback(trainer, decay_period=3))
-        trainer.add_callback(rates)
+        rates.append(rates_of(trainer))
 
     trainer = go_on(tmp_path, first_step, decay, constraint="none", learning_rate=2e-3)
     assert logged(trainer, "learning_rate")[-1] == pytest.approx(2e-3)
-    assert rates.rates == pytest.approx([2e-3] * 2)  # what the step was made with
+    assert rates == [pytest.approx([2e-3] * 2)]  # what the step was made with
     schedule = trainer.lr_scheduler
     assert (schedule.last_epoch, schedule.get_lr()) == (2, [pytest.approx(1e-3)] * 2)  # the third step is halved
 

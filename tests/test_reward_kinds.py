@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from .helpers import Rollouts, logged, make_prompts, make_tokenizer, make_trainer
-
-
-def reward_model():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen3Config(vocab_size=262, num_key_value_heads=1, head_dim=8, pad_token_id=0, num_labels=1, **sizes)
-    return Qwen3ForSequenceClassification(config).eval()
+from .helpers import (
+    Rollouts,
+    logged,
+    make_prompts,
+    make_tokenizer,
+    make_trainer,
+    reward_model,
+)
 
 
 def test_functions_that_wait_abstain_or_are_models_are_summed_by_their_weights(tmp_path):

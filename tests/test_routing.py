@@ -1,6 +1,5 @@
 """Routing replay: the experts that sampled are the experts that are trained."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     GptOssConfig,
     GraniteMoeConfig,
@@ -18,7 +16,6 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from dc_trl import DCGRPOTrainer
 from dc_trl.constraint.metrics import mismatch_metrics
 from dc_trl.parts.routing_replay import OWN_CHOICE, RoutesRecorder, RoutingReplay
 from dc_trl.sampling.replica import Replica
@@ -28,13 +25,14 @@ from dc_trl.serving.errors import ServerError
 from . import helpers
 from .helpers import (
     TORCHRUN,
-    Rollouts,
-    distinct_characters,
+    at_server,
     logged,
-    make_config,
     make_experts,
     make_model,
     make_prompts,
+    random_model,
+    read_json,
+    refuses,
     succeed,
 )
 from .routing_worker import mean_gap_at
@@ -42,15 +40,8 @@ from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 
 
+IDS = torch.arange(10, 34).view(2, 12)
 PROMPTS = [[20 + (7 * row + column) % 100 for column in range(5 + row % 8)] for row in range(32)]
-SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 262}
-SHAPE |= {
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
 
 
 def choices(model, forward):
@@ -74,30 +65,21 @@ def random_routes(batch, tokens, layers=2, experts=8, k=2, seed=0):
 # --- a forward pass at given experts
 
 
+def mixture(config, layers=3, **fields):
+    """A random mixture of eight experts."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": layers, "moe_intermediate_size": 32, "head_dim": 16}
+    return random_model(config, **sizes | {"num_experts": 8, "num_experts_per_tok": 2} | fields)
+
+
 FAMILIES = {
-    "qwen3": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, head_dim=16),
-    "qwen3, normalised, some layers dense": Qwen3MoeConfig(
-        **SHAPE,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        head_dim=16,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
+    "qwen3": (Qwen3MoeConfig, {}),
+    "qwen3, normalised, some layers dense": (Qwen3MoeConfig, {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2": (Qwen2MoeConfig, {"shared_expert_intermediate_size": 32}),
+    "qwen3_next": (
+        Qwen3NextConfig,
+        {"shared_expert_intermediate_size": 32, "layer_types": ["full_attention"] * 3},
     ),
-    "qwen2": Qwen2MoeConfig(
-        **SHAPE, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=8, num_experts_per_tok=2
-    ),
-    "qwen3_next": Qwen3NextConfig(
-        **SHAPE,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        head_dim=16,
-        layer_types=["full_attention"] * 3,
-    ),
-    "mixtral": MixtralConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=2),
+    "mixtral": (MixtralConfig, {"num_local_experts": 8}),
 }
 
 
@@ -106,7 +88,8 @@ FAMILIES = {
 )
 def test_replaying_its_own_choice_is_the_plain_forward_bit_for_bit(family, dtype):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]).to(dtype)
+    config, fields = FAMILIES[family]
+    model = mixture(config, **fields).to(dtype)
     ids = torch.randint(10, 200, (3, 9))
     plain, routes = choices(model, lambda: model(input_ids=ids))
     plain.logits.square().mean().backward()
@@ -160,7 +143,7 @@ def test_a_token_is_flipped_where_one_layer_would_choose_otherwise():
     replay = RoutingReplay(model)
     replay.start(routes)
     with torch.no_grad():
-        model(input_ids=torch.arange(10, 34).view(2, 12))
+        model(input_ids=IDS)
     known = routes.flatten(0, 1)
     expected = sum(
         any(
@@ -177,12 +160,12 @@ def test_the_gradient_reaches_the_router():
     """Against finite differences along a random direction: at given experts the policy is smooth."""
     model = make_experts(32).double()
     model.set_experts_implementation("eager")  # torch has the other one in no double precision
-    ids, routes = torch.arange(10, 34).view(2, 12), random_routes(2, 12)
+    routes = random_routes(2, 12)
     replay = RoutingReplay(model)
     replay.start(routes)
 
     def log_probability():
-        return model(input_ids=ids).logits.log_softmax(-1)[..., 20].sum()
+        return model(input_ids=IDS).logits.log_softmax(-1)[..., 20].sum()
 
     log_probability().backward()
     for layer in model.model.layers:
@@ -201,7 +184,7 @@ def test_the_gradient_reaches_the_router():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_computes_the_same_again(reentrant):
-    ids, routes = torch.arange(10, 34).view(2, 12), random_routes(2, 12)
+    routes = random_routes(2, 12)
     gradients = []
     for checkpointing in (False, True):
         model = make_experts(32).train()
@@ -211,7 +194,7 @@ def test_gradient_checkpointing_computes_the_same_again(reentrant):
         replay = RoutingReplay(model)
         for step in range(2):  # two micro-batches that accumulate
             replay.start(routes.roll(step, 0))
-            model(input_ids=ids.roll(step, 0)).logits.log_softmax(-1)[..., 20].mean().backward()
+            model(input_ids=IDS.roll(step, 0)).logits.log_softmax(-1)[..., 20].mean().backward()
         replay.stop()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
@@ -228,9 +211,9 @@ def test_a_batch_may_be_read_in_parts():
             whole = model(input_ids=ids).logits
             parts = torch.cat([model(input_ids=part).logits for part in ids.split(2)])
             torch.testing.assert_close(parts, whole)
-    with pytest.raises(RuntimeError, match="reads 24 tokens after 0 of 60 whose routes are replayed"):
+    with refuses(RuntimeError, "24 tokens", "0 of 60"):
         model(input_ids=ids[:2])
-    with torch.no_grad(), pytest.raises(RuntimeError, match="reads 72 tokens after"):
+    with torch.no_grad(), refuses(RuntimeError, "72 tokens"):
         model(input_ids=torch.arange(10, 82).view(6, 12))
     replay.stop()
     model(input_ids=ids[:2])
@@ -239,16 +222,13 @@ def test_a_batch_may_be_read_in_parts():
 def test_the_auxiliary_loss_is_of_the_routers_own_scores():
     """The first layer reads the same whatever it replays, so that its loss is the same."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        Qwen3MoeConfig(**SHAPE | {"num_hidden_layers": 1}, moe_intermediate_size=32, num_experts=8, head_dim=16)
-    )
-    ids = torch.arange(10, 34).view(2, 12)
-    plain = model(input_ids=ids, output_router_logits=True)
+    model = mixture(Qwen3MoeConfig, layers=1, num_experts_per_tok=8)
+    plain = model(input_ids=IDS, output_router_logits=True)
     replay = RoutingReplay(model)
     replay.start(random_routes(2, 12, layers=1, k=8))
-    assert torch.equal(model(input_ids=ids, output_router_logits=True).aux_loss, plain.aux_loss)
+    assert torch.equal(model(input_ids=IDS, output_router_logits=True).aux_loss, plain.aux_loss)
     replay.start(random_routes(2, 12, layers=1, k=2).repeat(1, 1, 1, 4))
-    replayed = model(input_ids=ids, output_router_logits=True)
+    replayed = model(input_ids=IDS, output_router_logits=True)
     assert torch.equal(replayed.aux_loss, plain.aux_loss)
     assert not torch.equal(replayed.logits, plain.logits)
 
@@ -260,11 +240,11 @@ def test_a_trained_copy_of_a_router_is_replayed_too():
         for name, parameter in policy.named_parameters():
             if "modules_to_save" in name or "lora_B" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    ids, routes = torch.arange(10, 34).view(2, 12), random_routes(2, 12)
+    routes = random_routes(2, 12)
     replay = RoutingReplay(policy)
     assert replay.layers == [0, 1]
     replay.start(routes)
-    adapted = policy(input_ids=ids).logits
+    adapted = policy(input_ids=IDS).logits
     adapted.log_softmax(-1)[..., 20].mean().backward()
     trained = [parameter for name, parameter in policy.named_parameters() if "modules_to_save" in name]
     assert len(trained) == 2
@@ -273,7 +253,7 @@ def test_a_trained_copy_of_a_router_is_replayed_too():
     merged = policy.merge_and_unload()
     replay = RoutingReplay(merged)
     replay.start(routes)
-    torch.testing.assert_close(merged(input_ids=ids).logits, adapted)
+    torch.testing.assert_close(merged(input_ids=IDS).logits, adapted)
 
 
 # --- the engine's choice
@@ -288,7 +268,7 @@ def generate(replica, recorder, length=16):
     return completion_ids, logps, recorder.routes(PROMPTS, completion_ids)
 
 
-def test_the_replica_says_what_it_chose(monkeypatch):
+def test_the_replica_says_what_it_chose():
     """Against one forward pass over each sequence, without padding. Float32 leaves no choice to rounding."""
     torch.manual_seed(0)
     replica = Replica(make_experts(), "bf16")
@@ -341,7 +321,7 @@ def make_trainer(tmp_path, model=None, **fields):
 @pytest.mark.parametrize("route", ["loss", "old log-probs"])
 def test_training_takes_the_engines_experts(tmp_path, route):
     """Both ways to log π_train; no learning rate, so that both runs have the same rollouts."""
-    fields = {"learning_rate": 0.0, "max_steps": 4, "per_device_train_batch_size": 8, "eval_strategy": "steps"}
+    fields = {"learning_rate": 0.0, "max_steps": 4, "per_device_train_batch_size": 8}
     fields |= {"eval_steps": 4, "pad_to_multiple_of": 8, "gradient_checkpointing": True}
     fields |= {"num_iterations": 2} if route == "old log-probs" else {}
     runs = []
@@ -395,20 +375,6 @@ def save(model, folder):
     return str(folder / "model")
 
 
-def test_a_resumed_run_goes_on_with_the_same_experts(tmp_path):
-    """Within a generation batch, whose routes are in the checkpoint."""
-    fields = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "num_iterations": 4, "learning_rate": 1e-3}
-    whole = make_trainer(tmp_path, **fields)
-    whole.train()
-    resumed = make_trainer(tmp_path, **fields)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    for name in ("loss", "grad_norm", "routing/flipped_fraction", "routing/replayed_fraction"):
-        assert logged(resumed, name)[-2:] == logged(whole, name)[-2:], name
-    assert logged(whole, "routing/replayed_fraction")[-1] > 0.9
-    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.long
 def test_two_processes(tmp_path):
     """DDP, and FSDP2 with recomputed layers against the whole model."""
@@ -416,7 +382,7 @@ def test_two_processes(tmp_path):
     whole, sharded = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "sharded"))
     for name, value in whole.items():
         torch.testing.assert_close(sharded[name], value, rtol=1e-4, atol=1e-6)
-    logs = [json.loads((tmp_path / f"logs-{rank}.json").read_text()) for rank in range(2)]
+    logs = [read_json(tmp_path / f"logs-{rank}.json") for rank in range(2)]
     assert logs[0] == logs[1]
     plain, replayed = logs[0]["False"], logs[0]["True"]
     assert replayed["discrepancy/k3_kl"][0] < 0.75 * plain["discrepancy/k3_kl"][0]
@@ -428,46 +394,30 @@ def test_two_processes(tmp_path):
 # --- what is refused
 
 
-def from_config(kind, **fields):
-    return AutoModelForCausalLM.from_config(kind(**SHAPE | fields))
-
-
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "name"),
     [
-        (make_model, "routing_replay=True: Qwen3ForCausalLM has no router.*set routing_replay=False"),
-        (
-            lambda: from_config(GptOssConfig, num_local_experts=4, num_experts_per_tok=2, head_dim=16),
-            "GptOssForCausalLM has no router.*set routing_replay=False",
-        ),
-        (lambda: from_config(GraniteMoeConfig, num_local_experts=4), "GraniteMoe.*set routing_replay=False"),
+        (make_model, "Qwen3ForCausalLM"),
+        (lambda: mixture(GptOssConfig, num_local_experts=4), "GptOssForCausalLM"),
+        (lambda: mixture(GraniteMoeConfig, num_local_experts=4), "GraniteMoe"),
     ],
     ids=["dense", "gpt_oss", "granite"],
 )
-def test_a_model_without_such_a_router_is_refused(tmp_path, make, words):
-    with pytest.raises(ValueError, match=words):
+def test_a_model_without_such_a_router_is_refused(tmp_path, make, name):
+    with refuses(ValueError, "routing_replay=True", name, "router", "set routing_replay=False"):
         make_trainer(tmp_path, make(), deployment_scheme="bf16")
-
-
-def test_a_rollout_function_is_refused(tmp_path):
-    config = make_config(tmp_path, use_vllm=True, vllm_mode="server", routing_replay=True)
-    with pytest.raises(ValueError, match=r"routing_replay=True needs an engine of its own.*rollout_func"):
-        DCGRPOTrainer(make_experts(), distinct_characters, config, rollout_func=Rollouts())
 
 
 # --- a vLLM server
 
 
 def served(url, tmp_path, **fields):
-    fields = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "max_steps": 1} | fields
-    return make_trainer(tmp_path, deployment_scheme="bf16", vllm_server_timeout=10.0, vllm_max_retries=0, **fields)
+    return make_trainer(tmp_path, **at_server(url) | {"max_steps": 1, "vllm_max_retries": 0} | fields)
 
 
 def test_a_server_that_returns_no_routes_is_refused_when_the_trainer_is_built(tmp_path):
     with stub_server() as server:
-        with pytest.raises(
-            ServerError, match=r"routing_replay=True replays: start it with --enable-return-routed-exp"
-        ):
+        with refuses(ServerError, "routing_replay=True", "--enable-return-routed-exp"):
             served(server.url, tmp_path)
         served(server.url, tmp_path, routing_replay=False)
 

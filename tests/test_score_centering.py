@@ -209,17 +209,16 @@ def test_under_truncated_sampling_both_distributions_are_those_of_the_kept_token
     with torch.no_grad():
         log_q = log_softmax(replica.model, ids, mask, 1.0)
     sets = [[log_q[row, at].topk(1 + (row + at) % 4).indices for at in range(WIDTH)] for row in range(3)]
-    sets[2][1] = torch.arange(0)  # nothing is truncated here, which an engine that names its tokens does not say
-    if by_vllm:
-        sets[2][1] = torch.arange(WORDS)
-    support = torch.zeros_like(log_q, dtype=torch.bool)
-    for row in range(3):
-        for at in range(WIDTH):
-            support[row, at, sets[row][at] if len(sets[row][at]) else slice(None)] = True
+    sets[2][1] = torch.arange(WORDS)  # nothing is truncated here
+    support = torch.stack(
+        [torch.stack([torch.zeros(WORDS).index_fill(0, kept, 1.0) for kept in row]) for row in sets]
+    ).bool()
     of_kept = log_q.masked_fill(~support, -torch.inf).log_softmax(-1)
+    if not by_vllm:
+        sets[2][1] = torch.arange(0)  # so says an engine that does not name its tokens
     named = [
-        [KeptLogProb(0.0, sets[row][at].int(), logps=of_kept[row, at, sets[row][at]]) for at in range(WIDTH)]
-        for row in range(3)
+        [KeptLogProb(0.0, kept.int(), logps=logps[kept]) for kept, logps in zip(*row, strict=True)]
+        for row in zip(sets, of_kept, strict=True)
     ]
     device = torch.device("cpu")
     most_probable = Named.most_probable(named, device) if by_vllm else None
@@ -238,97 +237,88 @@ def trained(tmp_path, **options):
     options = {"deployment_scheme": "int2", "max_steps": 1, "optim": "sgd", "learning_rate": 1.0} | options
     options |= {"length_aware_batches": False, "constraint": "none", "max_grad_norm": 0.0}
     trainer = make_trainer(tmp_path, **options)
-    batches = []
-    _compute_loss = trainer._compute_loss
-    trainer._compute_loss = lambda model, inputs: (batches.append(dict(inputs)), _compute_loss(model, inputs))[1]
-    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    before = torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
     trainer.train()
-    moved = [a - b.detach() for a, b in zip(before, trainer.model.parameters(), strict=True)]
-    return trainer, batches, torch.cat([each.flatten() for each in moved])  # lr 1: the gradient
+    after = torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
+    return trainer, before - after  # lr 1: the gradient
 
 
-def logits_of(batch):
-    """The policy that sampled a batch, and the logits of the completions by it (with a gradient) and its replica."""
-    model = make_model()
+def support_of(batch):
+    """Which tokens of the vocabulary truncated sampling kept, shape (B, T, V); all where it does not say."""
+    support = torch.ones(*batch["completion_ids"].shape, 262, dtype=torch.bool)
+    if "kept_ids" in batch:
+        for row, (ids, counts) in enumerate(zip(batch["kept_ids"], batch["kept_counts"], strict=True)):
+            for at, kept in enumerate(ids[ids >= 0].split(counts.tolist())):
+                if len(kept):
+                    support[row, at] = torch.zeros(262).index_fill(0, kept.long(), 1.0).bool()
+    return support
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "correction", "fields"),
+    [
+        ("grpo", "none", {}),
+        ("dapo", "token_truncate", {}),
+        ("dr_grpo", "icepop", {}),
+        ("bnpo", "none", {}),
+        ("cispo", "ppo_clip", {}),
+        ("grpo", "token_truncate", {"top_k": 5}),
+    ],
+)
+def test_a_step_is_that_of_the_formula(tmp_path, seen_by_the_loss, loss_type, correction, fields):
+    """policy loss = −(w·A·log p of the sampled token − A·Σ_v w(v)·q(v)·log p(v)), by each loss's own mean.
+
+    Under truncated sampling both distributions are those of the kept tokens.
+    """
+    options = {"loss_type": loss_type, "rollout_correction": correction, "steps_per_generation": 1} | fields
+    trainer, gradient = trained(tmp_path, score_centering=True, **options)
+    (batch,), model = seen_by_the_loss, make_model()
+    dropped = ~support_of(batch)
+    assert dropped.any() == bool(fields)
+    log_p = completion_logits(model, batch).masked_fill(dropped, -torch.inf).log_softmax(-1).masked_fill(dropped, 0.0)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         of_replica = completion_logits(Replica(model, "int2").model, batch, position_ids=positions).float()
-    return model, completion_logits(model, batch), of_replica
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "correction"),
-    [("grpo", "none"), ("dapo", "token_truncate"), ("dr_grpo", "icepop"), ("bnpo", "none"), ("cispo", "ppo_clip")],
-)
-def test_a_step_is_that_of_the_formula(tmp_path, loss_type, correction):
-    """policy loss = −(w·A·log p of the sampled token − A·Σ_v w(v)·q(v)·log p(v)), by each loss's own mean."""
-    options = {"loss_type": loss_type, "rollout_correction": correction, "steps_per_generation": 1}
-    trainer, (batch,), gradient = trained(tmp_path, score_centering=True, **options)
-    model, logits, of_replica = logits_of(batch)
-    log_p = logits.log_softmax(-1)
-    with torch.no_grad():
-        q, p = of_replica.log_softmax(-1).exp(), log_p.exp()
+        q, p = of_replica.masked_fill(dropped, -torch.inf).log_softmax(-1).exp(), log_p.exp()
         sign = batch["advantages"].sign().view(-1, 1, 1).expand_as(p)
-        weights = WEIGHTS[correction](p / q, p, q, sign)
+        weights = WEIGHTS[correction](p / q.clamp(min=1e-30), p, q, sign)
     at = batch["completion_ids"].unsqueeze(-1)
     of_sampled = (weights.gather(-1, at) * log_p.gather(-1, at)).squeeze(-1)
-    terms = -batch["advantages"].unsqueeze(1) * (of_sampled - (weights * q * log_p).sum(-1))
     scored = batch["completion_mask"]
-    lengths = scored.sum(-1)
+    terms = -batch["advantages"].unsqueeze(1) * (of_sampled - (weights * q * log_p).sum(-1)) * scored
     loss = {
-        "grpo": ((terms * scored).sum(-1) / lengths).mean(),
-        "dapo": (terms * scored).sum() / lengths.sum(),
-        "cispo": trainer.args.epsilon * (terms * scored).sum() / lengths.sum(),  # its bound of the ratio, which is 1
-        "bnpo": (terms * scored).sum() / lengths.sum(),
-        "dr_grpo": (terms * scored).sum() / (len(scored) * trainer.args.max_completion_length),
+        "grpo": (terms.sum(-1) / scored.sum(-1)).mean(),
+        "dapo": terms.sum() / scored.sum(),
+        "cispo": trainer.args.epsilon * terms.sum() / scored.sum(),  # its bound of the ratio, which is 1
+        "bnpo": terms.sum() / scored.sum(),
+        "dr_grpo": terms.sum() / (len(scored) * trainer.args.max_completion_length),
     }[loss_type]
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    expected = gradients(model, loss)
     torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=2e-3 * expected.abs().max().item())
     assert logged(trainer, "discrepancy/drift_tv")[0] > 0
 
 
 def test_a_split_beside_it_changes_nothing(tmp_path):
     """The split's forward comes between the loss's own and the mean score, which is that of the loss's own."""
-    _, _, alone = trained(tmp_path / "alone", score_centering=True)
-    _, _, split = trained(tmp_path / "split", score_centering=True, discrepancy_split=True)
+    _, alone = trained(tmp_path / "alone", score_centering=True)
+    _, split = trained(tmp_path / "split", score_centering=True, discrepancy_split=True)
     assert torch.equal(alone, split)
 
 
 def test_all_tokens_named_are_the_whole_vocabulary_and_one_is_not(tmp_path):
-    _, _, exact = trained(tmp_path / "exact", score_centering=True)
-    _, _, named = trained(tmp_path / "named", score_centering=True, score_centering_top_k=10**6)
-    _, _, one = trained(tmp_path / "one", score_centering=True, score_centering_top_k=1)
+    exact, named, one = (
+        trained(tmp_path / str(top_k), score_centering=True, score_centering_top_k=top_k)[1]
+        for top_k in (None, 10**6, 1)
+    )
     torch.testing.assert_close(named, exact, rtol=1e-3, atol=1e-4 * exact.abs().max().item())
     assert (one - exact).norm() > 1e-2 * exact.norm()
-
-
-def test_a_step_under_truncated_sampling_is_that_of_the_formula(tmp_path):
-    options = {"loss_type": "grpo", "top_k": 5, "steps_per_generation": 1, "rollout_correction": "token_truncate"}
-    _, (batch,), gradient = trained(tmp_path, score_centering=True, **options)
-    model, logits, of_replica = logits_of(batch)
-    support = torch.zeros_like(logits, dtype=torch.bool)
-    for row in range(len(support)):
-        sets = batch["kept_ids"][row][batch["kept_ids"][row] >= 0].split(batch["kept_counts"][row].tolist())
-        for at in range(support.shape[1]):
-            support[row, at, sets[at].long() if at < len(sets) and len(sets[at]) else slice(None)] = True
-    log_p = logits.masked_fill(~support, -torch.inf).log_softmax(-1).where(support, 0.0)
-    with torch.no_grad():
-        q, p = of_replica.masked_fill(~support, -torch.inf).log_softmax(-1).exp(), log_p.exp()
-        weights = (p / q.clamp(min=1e-30)).clamp(max=2)
-    at = batch["completion_ids"].unsqueeze(-1)
-    of_sampled = (weights.gather(-1, at) * log_p.gather(-1, at)).squeeze(-1)
-    terms = -batch["advantages"].unsqueeze(1) * (of_sampled - (weights * q * log_p).sum(-1))
-    scored = batch["completion_mask"]
-    loss = ((terms * scored).sum(-1) / scored.sum(-1)).mean()
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-    torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=2e-3 * expected.abs().max().item())
 
 
 def test_a_sampler_that_is_the_policy_has_no_drift(tmp_path):
     """The policy trains as deployed: the mean score under itself is 0, and the step that of GRPO."""
     options = {"train_through_quantization": True, "steps_per_generation": 1}
-    _, _, plain = trained(tmp_path / "plain", **options)
-    trainer, _, centred = trained(tmp_path / "centred", score_centering=True, **options)
+    _, plain = trained(tmp_path / "plain", **options)
+    trainer, centred = trained(tmp_path / "centred", score_centering=True, **options)
     assert logged(trainer, "discrepancy/drift_tv")[0] < 1e-5
     torch.testing.assert_close(centred, plain, rtol=1e-3, atol=1e-4 * plain.abs().max().item())

@@ -97,10 +97,8 @@ def test_on_a_gpu_a_mixture_is_served_so_that_it_takes_new_weights(scheme, confi
 
     parser = make_arg_parser(FlexibleArgumentParser())
     parsed, other = parser.parse_args(options), parser.parse_args([*options, "--moe-backend", "marlin"])
-    assert (parsed.moe_backend, parsed.enforce_eager) == (
-        arguments.get("moe_backend", "auto"),
-        arguments.get("enforce_eager", False),
-    )
+    usual = {"moe_backend": "auto", "enforce_eager": False}
+    assert {name: getattr(parsed, name) for name in usual} == usual | arguments
     assert other.moe_backend == "marlin"
     assert all(hasattr(EngineArgs, name) for name in arguments)
 
@@ -154,13 +152,12 @@ def test_an_api_key_is_asked_for_and_kept_secret(guarded, monkeypatch):
 def test_another_scheme_reloads_in_place(guarded, tmp_path, monkeypatch):
     """int4; int8 is the doctor's, bf16 the servers' that are killed."""
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    untrained, policy = (tiny_model() for _ in range(2))
     fields = at_server(guarded.url()) | {"vllm_server_timeout": 120.0, "deployment_scheme": "int4", "max_steps": 2}
-    trainer = make_trainer(tmp_path, policy, max_completion_length=24, **fields)
+    trainer = make_trainer(tmp_path, tiny_model(), max_completion_length=24, **fields)
     trainer.train()
     trainer.vllm_generation.sync_weights()
     served = complete(guarded.url(), PROMPTS, max_tokens=16)
-    assert 3 * mean_gap(served, trainer.model, "int4") < mean_gap(served, untrained, "int4")
+    assert 3 * mean_gap(served, trainer.model, "int4") < mean_gap(served, tiny_model(), "int4")
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ import time
 from threading import Thread
 
 import httpx
-import psutil
 import pytest
 from transformers import TrainerCallback
 
@@ -14,7 +13,7 @@ from . import helpers
 from .gaps import PROMPTS, mean_gap
 from .helpers import TINY_MODEL, assert_finite, at_server, distinct_characters, logged, tiny_model
 from .stub_server import Router, stub_server
-from .vllm_server import complete, requires_vllm, wait_until_gone
+from .vllm_server import complete, engine_processes, requires_vllm, wait_until_gone
 
 
 pytestmark = [requires_vllm, pytest.mark.long]
@@ -41,8 +40,7 @@ def make_trainer(servers, output_dir, reward=None, **options):
     fields = at_server(None) | {"vllm_server_base_urls": [server.url for server in servers]}
     fields |= {"vllm_server_timeout": 120.0, "vllm_request_timeout": 120.0, "max_completion_length": 100}
     fields |= {"generation_kwargs": {"ignore_eos": True}, "learning_rate": 3e-3, "per_device_train_batch_size": 16}
-    policy = tiny_model()
-    return helpers.make_trainer(output_dir, policy, reward, **fields | options)
+    return helpers.make_trainer(output_dir, tiny_model(), reward, **fields | options)
 
 
 def version_of(server):
@@ -71,7 +69,7 @@ def kill_in_next_rollout(trainer, number, server):
     """Kills a server when a prompt of the next rollout is at its engine, which is stopped: it cannot have answered."""
     connection = trainer.vllm_generation.vllm_client.servers[number].connection
     request = connection.arequest
-    processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    processes = engine_processes(server)
 
     def kill():
         time.sleep(0.5)
@@ -103,13 +101,8 @@ def test_a_run_loses_a_server_in_a_rollout_and_takes_it_up_again(servers, tmp_pa
         # The first request of a server takes it seconds, in which the other one would answer its prompts.
         complete(servers[1].url, PROMPTS[:1], max_tokens=8)
 
-    watch = Watch(
-        trainer,
-        servers,
-        gone,
-        after_2=lambda: gone.extend(kill_in_next_rollout(trainer, 1, servers[1])),
-        after_4=restart,
-    )
+    kill = lambda: gone.extend(kill_in_next_rollout(trainer, 1, servers[1]))  # noqa: E731
+    watch = Watch(trainer, servers, gone, after_2=kill, after_4=restart)
     trainer.add_callback(watch)
     trainer.train()
     assert trainer.state.global_step == 6

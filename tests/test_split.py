@@ -1,14 +1,13 @@
 """The discrepancy split into what the weights did since they sampled (lag) and what the engine does, and remedies for
 the former."""
 
-import json
+import copy
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, TrainerCallback
 
 from dc_trl.constraint.metrics import BatchStatistics, batch_metrics
 from dc_trl.constraint.settings import ConstraintSettings
@@ -17,25 +16,25 @@ from dc_trl.sampled_tokens import SampledTokens
 from dc_trl.sampling.versions import SamplerWeights
 
 from .helpers import (
-    TINY_MODEL,
+    MISALIGNED,
+    PENALTIES,
+    On,
     Watch,
+    assert_same_tensors,
+    assert_same_weights,
     completion_logits,
     completion_logps,
-    distinct_characters,
     logged,
     make_model,
     make_trainer,
+    read_json,
+    tiny_model,
     untimed_rows,
 )
 
 
-def of_conversations(completions, **kwargs):
-    return distinct_characters([completion[0]["content"] for completion in completions])
-
-
 def tiny(tmp_path, **options):
     options = {
-        "reward": of_conversations,
         "train_dataset": arithmetic_dataset(96, 0, "train"),
         "deployment_scheme": "int3",
         "per_device_train_batch_size": 16,
@@ -45,23 +44,19 @@ def tiny(tmp_path, **options):
         "max_steps": 4,
         "constraint": "none",
     } | options
-    return make_trainer(tmp_path, AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32), **options)
+    return make_trainer(tmp_path, tiny_model(), **options)
 
 
-def train(tmp_path, **options):
+def train(tmp_path, resume_from=None, **options):
     trainer = tiny(tmp_path, **options)
-    trainer.train()
+    trainer.train(resume_from)
     return trainer
-
-
-def weights(trainer):
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
 # Where TRL scores a batch within the loss, and where it scores it as it is sampled.
 SCORED = [
     pytest.param({}, id="in the loss"),
-    pytest.param({"steps_per_generation": 2, "gradient_accumulation_steps": 1}, id="as sampled"),
+    pytest.param(MISALIGNED, id="as sampled"),
 ]
 
 # --- the sums
@@ -83,12 +78,14 @@ def test_the_parts_are_measured_as_the_whole_is(rows, cut):
     metrics = batch_metrics(sums)
     for part, first, second in (("lag", train, lagged), ("engine", lagged, infer)):
         d = (first - second)[scored]
-        assert metrics[f"discrepancy/{part}_k3_kl"] == pytest.approx((d.exp() - d - 1).mean().item(), abs=1e-12)
-        gap = (first.exp() - second.exp())[scored].abs().mean().item()
-        assert metrics[f"discrepancy/{part}_mean"] == pytest.approx(gap, abs=1e-12)
-        assert metrics[f"discrepancy/{part}_ess"] == pytest.approx(
-            (d.exp().mean() ** 2 / d.exp().square().mean()).item(), abs=1e-9
-        )
+        expected = {
+            "k3_kl": (d.exp() - d - 1).mean(),
+            "mean": (first.exp() - second.exp())[scored].abs().mean(),
+            "ess": d.exp().mean() ** 2 / d.exp().square().mean(),
+        }
+        for name, value in expected.items():
+            tolerance = 1e-9 if name == "ess" else 1e-12
+            assert metrics[f"discrepancy/{part}_{name}"] == pytest.approx(value.item(), abs=tolerance)
 
 
 def test_the_lag_of_an_age_is_that_of_its_own_tokens():
@@ -125,10 +122,9 @@ def test_the_lag_is_that_of_the_policys_forward_at_two_versions_of_its_weights(t
     trainer = tiny(tmp_path, discrepancy_split=True, **options)
     watch = Watch(trainer)
     trainer.train()
-    copy = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
     tolerance = 0.2 if trainer.args.bf16 else 2e-5
     assert [tokens.age for _, tokens in watch.tokens[:: len(watch.tokens) // 4]] == [0, 1, 2, 0]
-    for lag in watch.compared_lags(copy, tolerance):
+    for lag in watch.compared_lags(tiny_model(), tolerance):
         assert lag.abs().max() > 0.05
 
 
@@ -139,7 +135,7 @@ TWO_PASSES = {"num_iterations": 2, "gradient_accumulation_steps": 1}
 def test_splitting_leaves_the_training_as_it_is(tmp_path, scored):
     plain = train(tmp_path / "plain", **scored)
     split = train(tmp_path / "split", discrepancy_split=True, **scored)
-    assert torch.equal(weights(plain), weights(split))
+    assert_same_weights(plain.model, split.model)
     assert logged(plain, "discrepancy/mean") == logged(split, "discrepancy/mean")
     assert not any("engine_" in name for entry in plain.state.log_history for name in entry)
     ages, lag = logged(split, "sync/age"), logged(split, "discrepancy/lag_k3_kl")
@@ -156,7 +152,7 @@ def test_the_lag_of_a_second_training_is_its_own(tmp_path):
     watch = Watch(trainer)
     trainer.train()
     assert [tokens.age for _, tokens in watch.tokens] == [0, 1]
-    (lag,) = watch.compared_lags(AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32), 2e-5)
+    (lag,) = watch.compared_lags(tiny_model(), 2e-5)
     assert lag.abs().max() > 0.05
 
 
@@ -175,6 +171,7 @@ ENGINES = {
 def test_weights_that_do_not_move_do_not_lag(tmp_path, engine, scored):
     """At a learning rate of 0, whatever the age, nothing is pulled at and nothing is masked, by any remedy."""
     options = engine | scored | {"learning_rate": 0.0, "per_device_train_batch_size": 8, "max_completion_length": 8}
+    options["max_steps"] = 3
     grpo = train(tmp_path / "grpo", **options)
     pull = {"constraint": "static", "constraint_form": "log_ratio", "constraint_target": "lag"}
     clip = {"rollout_correction": "ppo_clip(1, 1)", "rollout_correction_target": "lag"}
@@ -203,14 +200,14 @@ def test_the_present_weights_are_back_however_it_ends(monkeypatch, fails_at):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    copy, calls = torch.Tensor.copy_, []
+    before = copy.deepcopy(model.state_dict())
+    copy_, calls = torch.Tensor.copy_, []
 
     def interrupted(self, *args, **kwargs):
         calls.append(self)
         if len(calls) - 1 == fails_at:
             raise KeyboardInterrupt
-        return copy(self, *args, **kwargs)
+        return copy_(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
 
@@ -222,7 +219,7 @@ def test_the_present_weights_are_back_however_it_ends(monkeypatch, fails_at):
     with pytest.raises(KeyboardInterrupt):
         score()
     assert len(calls) > (fails_at or 0)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same_tensors(model.state_dict(), before)
 
 
 # --- remedies
@@ -240,8 +237,9 @@ def test_a_sampler_in_step_is_not_pulled_at(tmp_path, caplog):
     grpo = train(tmp_path / "grpo", weight_sync_steps=1, max_steps=2)
     lag = train(tmp_path / "lag", constraint_target="lag", max_steps=2, **options)
     everything = train(tmp_path / "all", max_steps=2, **options)
-    assert torch.equal(weights(lag), weights(grpo))
-    assert not torch.equal(weights(everything), weights(grpo))
+    assert_same_weights(lag.model, grpo.model)
+    embeddings = [trainer.model.get_input_embeddings().weight for trainer in (everything, grpo)]
+    assert not torch.equal(*embeddings)
     assert sum("constraint_target='lag' acts on what the weights did" in text for text in caplog.messages) == 1
 
 
@@ -264,11 +262,6 @@ def trajectory(values, mask):
     return ((values * mask).sum(1) / mask.sum(1)).unsqueeze(1).expand_as(values)
 
 
-PENALTIES = {
-    "injected": lambda a, b: (a.exp() - b.exp()).abs(),
-    "quadratic": lambda a, b: a.exp() - b.exp(),
-    "log_ratio": lambda a, b: a - b,
-}
 # Of the ratio, its logarithm, the advantages and the mask; the bounds make each of them act on this model.
 WEIGHTS = {
     "token_truncate(0.9, 1.1)": lambda r, d, adv, mask: r.clamp(0.9, 1.1),
@@ -291,23 +284,16 @@ CASES = [
 @pytest.mark.parametrize(("fields", "part"), CASES, ids=lambda value: value if isinstance(value, str) else None)
 def test_the_gradient_of_a_step_is_that_of_the_formula(tmp_path, fields, part):
     """−⟨w·(Â − λ·c)·∇ log p⟩, of a mean over completions of means over tokens, from forwards of another copy."""
-    targets = {}
-    if "constraint" in fields:
-        targets["constraint_target"] = part
-    if "rollout_correction" in fields:
-        targets["rollout_correction_target"] = part
-    options = (
-        {"constraint": "none", "loss_type": "grpo", "max_grad_norm": 0.0, "learning_rate": 1e-2} | fields | targets
-    )
+    options = {"constraint": "none", "loss_type": "grpo", "max_grad_norm": 0.0, "learning_rate": 1e-2} | fields
+    options |= {f"{name}_target": part for name in fields if name in ("constraint", "rollout_correction")}
     options |= {"deployment_scheme": "int4_g32", "weight_sync_steps": 2, "max_steps": 2}
-    trainer = make_trainer(tmp_path, make_model(64), distinct_characters, **options)
+    trainer = make_trainer(tmp_path, make_model(64), **options)
     watch, gradients = Watch(trainer), []
 
-    class Gradients(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    def keep(state, model, **kwargs):
+        gradients[:] = [parameter.grad.clone() for parameter in model.parameters()]
 
-    trainer.add_callback(Gradients())
+    trainer.add_callback(On("on_pre_optimizer_step", keep))
     trainer.train()
     batch = watch.batches[-1]
     mask, advantages = batch["completion_mask"].float(), batch["advantages"].unsqueeze(1)
@@ -329,7 +315,7 @@ def test_the_gradient_of_a_step_is_that_of_the_formula(tmp_path, fields, part):
         assert (weights * mask - mask).abs().max() > 1e-3  # it acts
     loss = -((weights * penalised * present * mask).sum(1) / mask.sum(1)).mean()
     expected = torch.autograd.grad(loss, list(model.parameters()))
-    for found, wanted in zip(gradients[-1], expected, strict=True):
+    for found, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item() + 1e-7)
 
 
@@ -341,11 +327,9 @@ def test_a_resumed_run_measures_the_same_lag(tmp_path, scored):
     """Bit for bit, from between two synchronizations and from one; also by an evaluation that had other weights."""
     options = {
         "max_steps": 6,
-        "save_strategy": "steps",
         "save_steps": 1,
         "weight_sync_steps": 4,
         "eval_dataset": arithmetic_dataset(4, 0, "held_out"),
-        "eval_strategy": "steps",
         "eval_steps": 1,
         "num_generations_eval": 1,
         "per_device_eval_batch_size": 4,
@@ -355,19 +339,18 @@ def test_a_resumed_run_measures_the_same_lag(tmp_path, scored):
     whole = train(tmp_path / "whole", **options)
     for step in (1, 3, 5):
         checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
-        state = json.loads((checkpoint / "dc_grpo_state.json").read_text())
-        assert (checkpoint / "lagged_rank0.safetensors").exists() == state["weight_sync"]["kept"]
-        resumed = tiny(tmp_path / f"from {step}", **options)
-        resumed.train(resume_from_checkpoint=str(checkpoint))
+        kept = read_json(checkpoint / "dc_grpo_state.json")["weight_sync"]["kept"]
+        assert (checkpoint / "lagged_rank0.safetensors").exists() == kept
+        resumed = train(tmp_path / f"from {step}", str(checkpoint), **options)
         assert max(logged(resumed, "discrepancy/lag_k3_kl")) > 1e-4
         assert untimed_rows(resumed, step) == untimed_rows(whole, step)
-        assert torch.equal(weights(resumed), weights(whole))
+        assert_same_weights(resumed.model, whole.model)
 
 
 def test_a_run_that_begins_to_split_synchronizes_first(tmp_path):
     """A checkpoint without the trainer's copy of the weights that sampled does not know what they gave."""
-    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    options = {"save_steps": 1, "max_steps": 3}
     train(tmp_path / "whole", **options)
-    resumed = tiny(tmp_path / "resumed", discrepancy_split=True, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    checkpoint = str(tmp_path / "whole" / "checkpoint-1")
+    resumed = train(tmp_path / "resumed", checkpoint, discrepancy_split=True, **options)
     assert logged(resumed, "sync/age")[-2:] == [0, 1]

@@ -35,6 +35,11 @@ def trained(output_dir, held_out=8, between=False, reward=None, **fields):
     return trainer, read_json(output_dir / "summary.json")
 
 
+def printed(capsys, words):
+    """The first line of the output that has these words."""
+    return next(line for line in capsys.readouterr().out.splitlines() if words in line)
+
+
 def zero_or_one(completions, **kwargs):
     return [float(len(completion) % 2) for completion in completions]
 
@@ -46,9 +51,8 @@ def below_zero(completions, **kwargs):
 def test_the_greedy_reward_is_the_weighted_sum_in_table_report_and_card(tmp_path, capsys):
     rewards = {"reward": [zero_or_one, below_zero], "reward_weights": [1.0, 0.5]}
     trainer, summary = trained(tmp_path, max_steps=1, **rewards)
-    printed = next(line for line in capsys.readouterr().out.splitlines() if "greedy reward" in line)
     greedy = f"{summary['after']['greedy']:.3f} ±"
-    assert greedy in printed
+    assert greedy in printed(capsys, "greedy reward")
     measured = {row[0]: row[1:] for row in outcome_table(read_run(tmp_path)).rows}
     assert measured["greedy reward"][1].startswith(greedy)
     trainer.create_model_card()
@@ -83,9 +87,9 @@ def test_a_printed_log_has_trls_metrics_and_few_of_ours(tmp_path, capsys, disabl
     ours = make_trainer(tmp_path / "ours", deployment_scheme="fp8", callbacks=[HistoryCallback(), tracker], **fields)
     ours.train()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{'loss'")]
-    by_trl, printed = (ast.literal_eval(line).keys() for line in lines)
-    assert printed - by_trl == {"discrepancy/mean", "discrepancy/k3_kl", "lagrangian/lambda"}
-    assert by_trl <= printed
+    by_trl, by_ours = (ast.literal_eval(line).keys() for line in lines)
+    assert by_ours - by_trl == {"discrepancy/mean", "discrepancy/k3_kl", "lagrangian/lambda"}
+    assert by_trl <= by_ours
     assert {"discrepancy/ess", "lagrangian/violation", "time/loss"} <= tracked[0].keys()
     assert tracked[0].keys() | {"step"} == read_history(tmp_path / "ours" / "history.jsonl")[0].keys()
 
@@ -102,9 +106,8 @@ def test_an_evaluation_of_before_is_not_shown_as_after(tmp_path, capsys):
     assert "reward" in summary["before"]
     assert "reward" not in summary["after"]
     assert "discrepancy" in summary["after"]
-    row = next(line for line in capsys.readouterr().out.splitlines() if "sampled reward" in line)
-    assert row.split("│")[2].strip() == "1"
-    assert row.split("│")[3].strip() == ""
+    cells = printed(capsys, "sampled reward").split("│")
+    assert [cell.strip() for cell in cells[2:4]] == ["1", ""]
     going_on = Run("", [{"step": 0, "eval_reward": 0.5}, {"step": 4, "eval_reward": 0.25}, {"step": 9, "reward": 0.5}])
     assert outcome(going_on) == [["sampled reward", "0.5", "0.25 (step 4)"]]
 
@@ -139,17 +142,16 @@ def test_a_run_that_is_resumed_after_its_last_step_says_the_same(tmp_path):
 def test_a_single_held_out_problem_has_no_standard_error(tmp_path, capsys):
     _, run = trained(tmp_path, held_out=1)
     assert "greedy_se" not in run["after"]
-    row = next(line for line in capsys.readouterr().out.splitlines() if "greedy reward" in line)
+    row = printed(capsys, "greedy reward")
     assert "±" not in row
     assert f"{run['after']['greedy']:.4g}" in row
 
 
 def test_greedy_completions_are_measured_in_between_where_that_is_asked_for(tmp_path):
-    evaluated = {"eval_steps": 1, "per_device_eval_batch_size": 8}
     for between in (False, True):
         folder = tmp_path / str(between)
         folder.mkdir()
-        _, summary = trained(folder, between=between, **evaluated)
+        _, summary = trained(folder, between=between, eval_steps=1, per_device_eval_batch_size=8)
         run = read_run(folder)
         greedy = run.series("eval_greedy_reward").by_step()
         assert list(greedy) == ([0, 1, 2] if between else [0, 2])
@@ -157,10 +159,9 @@ def test_greedy_completions_are_measured_in_between_where_that_is_asked_for(tmp_
 
 
 def test_a_run_has_one_bar_which_says_when_it_evaluates(tmp_path, capsys):
+    fields = {"deployment_scheme": "fp8", "max_steps": 2, "save_steps": 500, "disable_tqdm": False}
     held_out = {"eval_dataset": make_prompts(8), "per_device_eval_batch_size": 4}
-    trainer = make_trainer(
-        tmp_path, deployment_scheme="fp8", max_steps=2, save_strategy="steps", disable_tqdm=False, **held_out
-    )
+    trainer = make_trainer(tmp_path, **fields, **held_out)
     trainer.add_callback(BeforeAndAfter(trainer))
     try:
         add_callbacks(trainer, WatchArguments())

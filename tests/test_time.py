@@ -1,7 +1,5 @@
 """Where the time of a run goes: disjoint parts that add up to the time of the training, in trainer and report."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +12,12 @@ from dc_trl.records.page import write_report
 from dc_trl.records.runs import read_run
 
 from . import helpers
-from .helpers import Rollouts, distinct_characters, logged, make_prompts
+from .helpers import (
+    Rollouts,
+    distinct_characters,
+    logged,
+    read_json,
+)
 from .html_reader import Reader
 
 
@@ -86,18 +89,16 @@ def test_parts_are_disjoint_and_add_up(steps):
 # --- the trainer
 
 
-def make_trainer(tmp_path, tokenizer, fake=None, reward=None, rollouts=None, **fields):
-    rollouts = None if "deployment_scheme" in fields else rollouts or Rollouts()
-    held_out = make_prompts(4) if "eval_strategy" in fields else None
-    options = {"rollout_func": rollouts, "eval_dataset": held_out, "callbacks": [HistoryCallback()]}
-    trainer = helpers.make_trainer(tmp_path, None, reward, **options | fields)
+def make_trainer(tmp_path, fake=None, reward=None, rollouts=None, **fields):
+    options = {"rollout_func": rollouts or Rollouts(), "callbacks": [HistoryCallback()]} | fields
+    trainer = helpers.make_trainer(tmp_path, None, reward, **options)
     if fake is not None:
         trainer.clock = PartsClock(fake)
     return trainer
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])  # with 1, TRL computes old log-probs
-def test_each_part_gets_what_was_spent_in_it(tmp_path, tokenizer, accumulation):
+def test_each_part_gets_what_was_spent_in_it(tmp_path, accumulation):
     fake = FakeTime()
 
     def reward(completions, **kwargs):
@@ -111,14 +112,12 @@ def test_each_part_gets_what_was_spent_in_it(tmp_path, tokenizer, accumulation):
 
     trainer = make_trainer(
         tmp_path,
-        tokenizer,
         fake,
         reward,
         SlowRollouts(),
         max_steps=4,
         steps_per_generation=2,
         gradient_accumulation_steps=accumulation,
-        save_strategy="steps",
         save_steps=4,
     )
     forwards = []
@@ -143,13 +142,12 @@ def test_each_part_gets_what_was_spent_in_it(tmp_path, tokenizer, accumulation):
         assert sum(logged(trainer, f"{PREFIX}{part}")) == seconds
 
 
-def test_a_resumed_run_goes_on_counting(tmp_path, tokenizer):
-    trainer = make_trainer(tmp_path, tokenizer, max_steps=2, save_strategy="steps", save_steps=1)
-    trainer.train()
-    saved = json.loads((tmp_path / "checkpoint-1" / "dc_grpo_state.json").read_text())["seconds"]
+def test_a_resumed_run_goes_on_counting(tmp_path):
+    make_trainer(tmp_path, max_steps=2, save_steps=1).train()
+    saved = read_json(tmp_path / "checkpoint-1" / "dc_grpo_state.json")["seconds"]
     assert saved["loss"] > 0
     fake = FakeTime()
-    resumed = make_trainer(tmp_path, tokenizer, fake, max_steps=2)
+    resumed = make_trainer(tmp_path, fake, max_steps=2)
     resumed.add_callback(BeforeAndAfter(resumed))
     resumed.model.register_forward_hook(lambda *_: fake.spend(11))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
@@ -166,22 +164,21 @@ def test_a_resumed_run_goes_on_counting(tmp_path, tokenizer):
 # --- summary and report
 
 
-def test_summary_and_report_say_where_the_time_went(tmp_path, tokenizer):
+def test_summary_and_report_say_where_the_time_went(tmp_path):
     fake = FakeTime()
 
     def reward(completions, **kwargs):
         fake.spend(30)
         return distinct_characters(completions)
 
-    trainer = make_trainer(tmp_path / "run", tokenizer, fake, reward)
+    trainer = make_trainer(tmp_path / "run", fake, reward)
     trainer.model.register_forward_hook(lambda *_: fake.spend(10))
     trainer.add_callback(BeforeAndAfter(trainer))
     trainer.train()
     tokens = trainer.state.num_input_tokens_seen
-    page = write_report(tmp_path / "run", tmp_path / "unfinished.html")
-    summarize(trainer)
-    finished = write_report(tmp_path / "run", tmp_path / "finished.html")
-    for html in (page, finished):
-        reader = Reader(html.read_text(encoding="utf-8"))
-        assert ["90.0", "75.0%", ""] in [row[1:] for row in reader.rows]  # the reward works on no tokens
-        assert ["30.0", "25.0%", f"{tokens / 30:,.0f}"] in [row[1:] for row in reader.rows]
+    for end in (lambda trainer: None, summarize):  # unfinished, and finished
+        end(trainer)
+        page = write_report(tmp_path / "run", tmp_path / "page.html").read_text(encoding="utf-8")
+        rows = [row[1:] for row in Reader(page).rows]
+        assert ["90.0", "75.0%", ""] in rows  # the reward works on no tokens
+        assert ["30.0", "25.0%", f"{tokens / 30:,.0f}"] in rows

@@ -1,6 +1,5 @@
 """The trainer against TRL's own, against hand-made penalties, and on rollouts that engines should not return."""
 
-import json
 import math
 
 import numpy as np
@@ -13,46 +12,37 @@ from trl import GRPOTrainer
 from dc_trl import DCGRPOTrainer, HistoryCallback, mismatch_metrics
 from dc_trl.constraint.lagrangian import AUTO_BATCHES
 
+from . import helpers
 from .helpers import (
+    ALIGNED,
+    MISALIGNED,
     TINY_MODEL,
+    ByStep,
     Rollouts,
     assert_finite,
+    assert_same_weights,
     completion_logps,
     distinct_characters,
     logged,
-    make_config,
     make_model,
     make_prompts,
-    plain_config,
+    read_rows,
     refuses,
+    steps_of,
     untimed_rows,
 )
 from .stub_server import stub_server
 from .vllm_server import requires_vllm
 
 
-# Where log π_train comes from. aligned: the generation batch is used up at standing weights, TRL computes no old
-# log-probs; misaligned: the weights move within it, TRL does.
-ALIGNED = {"steps_per_generation": 2, "gradient_accumulation_steps": 2}
-MISALIGNED = {"steps_per_generation": 2, "gradient_accumulation_steps": 1}
+def make_trainer(output_dir, rollouts=None, **options):
+    return helpers.make_trainer(output_dir, rollout_func=rollouts, **options)
 
 
-def make_trainer(config, tokenizer, rollouts=None, model=None, kind=DCGRPOTrainer, prompts=None, **kwargs):
-    return kind(
-        model if model is not None else make_model(),
-        distinct_characters,
-        config,
-        train_dataset=prompts if prompts is not None else make_prompts(),
-        processing_class=tokenizer,
-        rollout_func=rollouts,
-        **kwargs,
-    )
-
-
-def count_forwards(trainer):
-    calls = []
-    trainer.model.model.register_forward_hook(lambda *args: calls.append(1))
-    return calls
+def train(output_dir, rollouts=None, **options):
+    trainer = make_trainer(output_dir, rollouts, **options)
+    trainer.train()
+    return trainer
 
 
 # --- against TRL
@@ -60,53 +50,48 @@ def count_forwards(trainer):
 
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED, {**MISALIGNED, "num_iterations": 2}])
 @pytest.mark.parametrize("engine", ["model.generate", "rollouts"])
-def test_without_constraint_losses_and_weights_are_trls(tmp_path, tokenizer, steps, engine):
-    config = make_config(tmp_path, constraint="none", max_steps=6, length_aware_batches=False, **steps)
-    trainers = []
-    for kind, args in ((DCGRPOTrainer, config), (GRPOTrainer, plain_config(config))):
-        trainer = make_trainer(args, tokenizer, Rollouts() if engine == "rollouts" else None, kind=kind)
-        trainer.train()
-        trainers.append(trainer)
-    ours, theirs = trainers
-    assert logged(ours, "loss") == logged(theirs, "loss")
-    assert logged(ours, "grad_norm") == logged(theirs, "grad_norm")
-    for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+def test_without_constraint_losses_and_weights_are_trls(tmp_path, steps, engine):
+    fields = {"constraint": "none", "max_steps": 6, "length_aware_batches": False} | steps
+    ours, theirs = (
+        train(tmp_path, Rollouts() if engine == "rollouts" else None, kind=kind, **fields)
+        for kind in (DCGRPOTrainer, GRPOTrainer)
+    )
+    for name in ("loss", "grad_norm"):
+        assert logged(ours, name) == logged(theirs, name)
+    assert_same_weights(ours.model, theirs.model)
     assert ("discrepancy/mean" in ours.state.log_history[0]) == (engine == "rollouts")
     assert not logged(ours, "lagrangian/lambda")
 
 
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
-def test_no_forward_pass_that_trl_would_not_make(tmp_path, tokenizer, steps):
-    config = make_config(tmp_path, **steps)
-    counts = []
-    for kind, args in ((DCGRPOTrainer, config), (GRPOTrainer, plain_config(config))):
-        trainer = make_trainer(args, tokenizer, Rollouts(), kind=kind)
-        calls = count_forwards(trainer)
+def test_no_forward_pass_that_trl_would_not_make(tmp_path, steps):
+    calls = {DCGRPOTrainer: [], GRPOTrainer: []}
+    for kind, of_kind in calls.items():
+        trainer = make_trainer(tmp_path, Rollouts(), kind=kind, **steps)
+        trainer.model.model.register_forward_hook(lambda *args, of_kind=of_kind: of_kind.append(1))
         trainer.train()
-        counts.append(len(calls))
-    assert counts[0] == counts[1] > 0
+    assert len(calls[DCGRPOTrainer]) == len(calls[GRPOTrainer]) > 0
 
 
 # --- the penalty
 
 
-def trls_inputs(config, tokenizer, seen_by_the_loss, rollouts):
-    """Return what the loss of TRL's own trainer reads of the same rollouts, in TRL's order of rows."""
-    make_trainer(plain_config(config), tokenizer, rollouts, kind=GRPOTrainer).train()
-    inputs = list(seen_by_the_loss)
-    seen_by_the_loss.clear()
-    return inputs
+def inputs_of_both(tmp_path, seen_by_the_loss, *rollouts, **fields):
+    """What the losses of TRL's trainer and of ours read, each of its rollouts, in TRL's order of rows; and ours."""
+    inputs = []
+    for kind, engine in zip((GRPOTrainer, DCGRPOTrainer), rollouts, strict=True):
+        trainer = train(tmp_path, engine, kind=kind, max_steps=1, length_aware_batches=False, **fields)
+        inputs.append(list(seen_by_the_loss))
+        seen_by_the_loss.clear()
+    return *inputs, trainer
 
 
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
 @pytest.mark.parametrize("constraint", ["static", "lagrangian"])
-def test_advantages_are_trls_minus_lambda_delta(tmp_path, tokenizer, seen_by_the_loss, steps, constraint):
-    options = {"constraint": constraint, "lambda_init": 0.5, "discrepancy_margin": 0.1, "length_aware_batches": False}
-    config = make_config(tmp_path, max_steps=1, **options, **steps)
-    theirs = trls_inputs(config, tokenizer, seen_by_the_loss, Rollouts())
-    make_trainer(config, tokenizer, Rollouts()).train()
-    for ours, plain in zip(seen_by_the_loss, theirs, strict=True):
+def test_advantages_are_trls_minus_lambda_delta(tmp_path, seen_by_the_loss, steps, constraint):
+    options = {"constraint": constraint, "lambda_init": 0.5, "discrepancy_margin": 0.1} | steps
+    *both, _ = inputs_of_both(tmp_path, seen_by_the_loss, Rollouts(), Rollouts(), **options)
+    for plain, ours in zip(*both, strict=True):
         assert torch.equal(ours["completion_ids"], plain["completion_ids"])
         p = completion_logps(make_model().eval(), ours).exp()
         delta = (p - ours["sampling_per_token_logps"].exp()).abs()
@@ -115,14 +100,12 @@ def test_advantages_are_trls_minus_lambda_delta(tmp_path, tokenizer, seen_by_the
         torch.testing.assert_close(ours["advantages"], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("fields", [{"max_steps": 4, **MISALIGNED}, {"max_steps": 1, **ALIGNED}])
-def test_delta_is_taken_once_at_the_weights_that_sampled(tmp_path, tokenizer, seen_by_the_loss, fields):
+@pytest.mark.parametrize(
+    "fields", [MISALIGNED | {"max_steps": 4}, ALIGNED | {"gradient_accumulation_steps": 4, "max_steps": 1}]
+)
+def test_delta_is_taken_once_at_the_weights_that_sampled(tmp_path, seen_by_the_loss, fields):
     """Two passes over a generation batch, in several optimizer steps and in one."""
-    if fields["max_steps"] == 1:
-        fields = fields | {"gradient_accumulation_steps": 4}
-    config = make_config(tmp_path, learning_rate=0.1, num_iterations=2, **fields)
-    trainer = make_trainer(config, tokenizer, Rollouts())
-    trainer.train()
+    trainer = train(tmp_path, Rollouts(), learning_rate=0.1, num_iterations=2, **fields)
     assert trainer.state.global_step == fields["max_steps"]
     assert len(seen_by_the_loss) == 4
     for before, after in zip(seen_by_the_loss[:2], seen_by_the_loss[2:], strict=True):
@@ -141,10 +124,9 @@ def test_delta_is_taken_once_at_the_weights_that_sampled(tmp_path, tokenizer, se
         ({"steps_per_generation": 1, "gradient_accumulation_steps": 2}, 2, 4),
     ],
 )
-def test_one_update_for_each_generation_batch(tmp_path, tokenizer, monkeypatch, steps, max_steps, iterations):
-    config = make_config(tmp_path, max_steps=max_steps, lambda_lr=0.2, discrepancy_tolerance=0.2, **steps)
-    rollouts = Rollouts()
-    trainer = make_trainer(config, tokenizer, rollouts)
+def test_one_update_for_each_generation_batch(tmp_path, monkeypatch, steps, max_steps, iterations):
+    fields = {"max_steps": max_steps, "lambda_lr": 0.2, "discrepancy_tolerance": 0.2} | steps
+    trainer = make_trainer(tmp_path, rollouts := Rollouts(), **fields)
     seen, update = [], trainer.lagrange_multiplier.update
     monkeypatch.setattr(trainer.lagrange_multiplier, "update", lambda mean: seen.append(mean) or update(mean))
     trainer.train()
@@ -155,10 +137,9 @@ def test_one_update_for_each_generation_batch(tmp_path, tokenizer, monkeypatch, 
     assert trainer.lagrange_multiplier.value == pytest.approx(expected)
 
 
-def test_automatic_tolerance_is_taken_from_the_first_batches(tmp_path, tokenizer):
-    config = make_config(tmp_path, discrepancy_tolerance="auto", max_steps=AUTO_BATCHES + 3, **ALIGNED)
-    trainer = make_trainer(config, tokenizer, Rollouts())
-    trainer.train()
+def test_automatic_tolerance_is_taken_from_the_first_batches(tmp_path):
+    fields = {"discrepancy_tolerance": "auto", "max_steps": AUTO_BATCHES + 3}
+    trainer = train(tmp_path, Rollouts(), **fields, **ALIGNED)
     means = logged(trainer, "discrepancy/mean")
     # t with 9 degrees of freedom is 2.262157; √(1 + 1/10)
     expected = np.mean(means[:AUTO_BATCHES]) + 2.262157 * math.sqrt(1.1) * np.std(means[:AUTO_BATCHES], ddof=1)
@@ -172,53 +153,45 @@ def test_automatic_tolerance_is_taken_from_the_first_batches(tmp_path, tokenizer
 
 
 @pytest.mark.parametrize(("reduction", "steps"), [("sequence", ALIGNED), ("token", MISALIGNED)])
-def test_metrics_cover_the_whole_generation_batch(tmp_path, tokenizer, seen_by_the_loss, reduction, steps):
-    config = make_config(tmp_path, max_steps=2, learning_rate=0.0, batch_reduction=reduction, **steps)
-    trainer = make_trainer(config, tokenizer, Rollouts())
-    trainer.train()
+def test_metrics_cover_the_whole_generation_batch(tmp_path, seen_by_the_loss, reduction, steps):
+    fields = {"max_steps": 2, "learning_rate": 0.0, "batch_reduction": reduction} | steps
+    trainer = train(tmp_path, Rollouts(), **fields)
     slices = seen_by_the_loss[:2]
-    width = max(inputs["completion_ids"].size(1) for inputs in slices)
 
-    def whole(name):
-        rows = [torch.nn.functional.pad(inputs[name], (0, width - inputs[name].size(1))) for inputs in slices]
-        return torch.cat(rows)
+    def whole(parts):
+        return torch.nn.utils.rnn.pad_sequence([row for part in parts for row in part], batch_first=True)
 
-    infer, mask = whole("sampling_per_token_logps"), whole("completion_mask").bool()
-    logps = [completion_logps(trainer.model, inputs) for inputs in slices]
-    train = torch.cat([torch.nn.functional.pad(values, (0, width - values.size(1))) for values in logps])
+    of_policy = whole(completion_logps(trainer.model, inputs) for inputs in slices)
+    infer, mask = (whole(each[name] for each in slices) for name in ("sampling_per_token_logps", "completion_mask"))
     row = trainer.state.log_history[0]
-    expected = mismatch_metrics(train, infer, mask)
+    expected = mismatch_metrics(of_policy, infer, mask.bool())
     assert {name: row[f"discrepancy/{name}"] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    gap = (train.exp() - infer.exp()).abs()
-    means = [values[row_mask].mean() for values, row_mask in zip(gap, mask, strict=True)]
-    mean = gap[mask].mean() if reduction == "token" else sum(means) / len(means)
+    gap = (of_policy.exp() - infer.exp()).abs() * mask
+    mean = gap.sum() / mask.sum() if reduction == "token" else (gap.sum(1) / mask.sum(1)).mean()
     assert row["discrepancy/mean"] == pytest.approx(mean.item(), rel=1e-5)
     assert row["lagrangian/penalized_fraction"] == 1.0
-    assert row["lagrangian/penalty_mean"] == pytest.approx(0.1 * gap[mask].mean().item(), rel=1e-5)
+    assert row["lagrangian/penalty_mean"] == pytest.approx(0.1 * (gap.sum() / mask.sum()).item(), rel=1e-5)
 
 
-def test_tokens_that_come_again_at_the_same_weights_count_once(tmp_path, tokenizer):
+def test_tokens_that_come_again_at_the_same_weights_count_once(tmp_path):
     """Two passes over a generation batch within one optimizer step, against one pass."""
-    means = []
-    for passes in (1, 2):
-        steps = {"steps_per_generation": 2, "gradient_accumulation_steps": 2 * passes, "num_iterations": passes}
-        config = make_config(tmp_path, learning_rate=0.0, batch_reduction="token", **steps)
-        trainer = make_trainer(config, tokenizer, Rollouts())
-        trainer.train()
-        means.append([logged(trainer, name) for name in ("discrepancy/mean", "discrepancy/kl", "lagrangian/lambda")])
-    assert means[0] == means[1]
-
-
-def test_evaluation_measures_and_moves_nothing(tmp_path, tokenizer):
-    config = make_config(
-        tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, lambda_lr=0.5
+    fields = {"learning_rate": 0.0, "batch_reduction": "token", "steps_per_generation": 2}
+    once, twice = (
+        train(tmp_path, Rollouts(), gradient_accumulation_steps=2 * passes, num_iterations=passes, **fields)
+        for passes in (1, 2)
     )
-    trainer = make_trainer(config, tokenizer, Rollouts(), eval_dataset=make_prompts(6))
-    trainer.train()
-    evaluations = [row for row in trainer.state.log_history if "eval_discrepancy/mean" in row]
-    assert len(evaluations) == 2
-    for name in ("kl", "k3_kl", "chi2_seq", "probs_pearson", "ess", "probs_diff_max"):
-        assert math.isfinite(evaluations[0][f"eval_discrepancy/{name}"])
+    for name in ("discrepancy/mean", "discrepancy/kl", "lagrangian/lambda"):
+        assert logged(once, name) == logged(twice, name) != []
+
+
+EVALUATED = {"eval_steps": 1, "per_device_eval_batch_size": 4}
+
+
+def test_evaluation_measures_and_moves_nothing(tmp_path):
+    trainer = train(tmp_path, Rollouts(), max_steps=2, lambda_lr=0.5, eval_dataset=make_prompts(6), **EVALUATED)
+    for name in ("mean", "kl", "k3_kl", "chi2_seq", "probs_pearson", "ess", "probs_diff_max"):
+        first, _ = logged(trainer, f"eval_discrepancy/{name}")
+        assert math.isfinite(first)
     values, means = logged(trainer, "lagrangian/lambda"), logged(trainer, "discrepancy/mean")
     assert values[1] == pytest.approx(values[0] + 0.5 * (means[0] - 0.0037))
     # The second evaluation is measured with the λ of then, and leaves it.
@@ -228,20 +201,17 @@ def test_evaluation_measures_and_moves_nothing(tmp_path, tokenizer):
     assert trainer.lagrange_multiplier.state_dict() == before
 
 
-def test_an_evaluation_between_two_passes_over_a_batch_is_measured(tmp_path, tokenizer):
-    steps = {**MISALIGNED, "num_iterations": 2, "max_steps": 4}
-    config = make_config(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, **steps)
-    trainer = make_trainer(config, tokenizer, Rollouts(), eval_dataset=make_prompts(2))
-    trainer.train()
+def test_an_evaluation_between_two_passes_over_a_batch_is_measured(tmp_path):
+    fields = MISALIGNED | EVALUATED | {"num_iterations": 2, "max_steps": 4, "eval_dataset": make_prompts(2)}
+    trainer = train(tmp_path, Rollouts(), **fields)
     assert len(logged(trainer, "eval_discrepancy/mean")) == 4
-    assert (
-        len(logged(trainer, "discrepancy/mean")) == 1
-    )  # of the one generation batch, whose second pass counts nothing
+    # Of the one generation batch, whose second pass counts nothing.
+    assert len(logged(trainer, "discrepancy/mean")) == 1
 
 
-def test_evaluation_weighs_tokens_not_batches(tmp_path, tokenizer, seen_by_the_loss):
-    config = make_config(tmp_path, constraint="none", per_device_eval_batch_size=4)
-    trainer = make_trainer(config, tokenizer, Rollouts(), eval_dataset=make_prompts(3))
+def test_evaluation_weighs_tokens_not_batches(tmp_path, seen_by_the_loss):
+    fields = {"constraint": "none", "per_device_eval_batch_size": 4, "eval_dataset": make_prompts(3)}
+    trainer = make_trainer(tmp_path, Rollouts(), **fields)
     metrics = trainer.evaluate()
     assert len(seen_by_the_loss) == 3
     total = count = 0.0
@@ -284,15 +254,9 @@ def never_ended(call, completions, logprobs):
         (never_ended, MISALIGNED, "token"),
     ],
 )
-def test_bad_rollouts_never_reach_lambda_or_loss(tmp_path, tokenizer, edit, steps, level):
-    config = make_config(
-        tmp_path,
-        mask_truncated_completions=edit is never_ended,
-        discrepancy_level=level,
-        **steps,
-    )
-    trainer = make_trainer(config, tokenizer, Rollouts(edit=edit))
-    trainer.train()
+def test_bad_rollouts_never_reach_lambda_or_loss(tmp_path, edit, steps, level):
+    fields = {"mask_truncated_completions": edit is never_ended, "discrepancy_level": level} | steps
+    trainer = train(tmp_path, Rollouts(edit=edit), **fields)
     assert_finite(trainer)
     assert math.isfinite(trainer.lagrange_multiplier.value)
     if edit in (all_nan, never_ended):
@@ -302,22 +266,19 @@ def test_bad_rollouts_never_reach_lambda_or_loss(tmp_path, tokenizer, edit, step
 
 
 @pytest.mark.parametrize("steps", [ALIGNED, MISALIGNED])
-def test_a_batch_without_a_measurement_leaves_lambda_where_the_last_one_put_it(tmp_path, tokenizer, steps):
+def test_a_batch_without_a_measurement_leaves_lambda_where_the_last_one_put_it(tmp_path, steps):
     """The second of three batches has no log-probabilities: λ moves by δ̄ of the first and of the third."""
     edit = lambda call, *rows: all_nan(call, *rows) if call == 1 else None  # noqa: E731
     max_steps = 3 * 2 // steps["gradient_accumulation_steps"]
-    config = make_config(tmp_path, max_steps=max_steps, lambda_lr=0.5, lambda_max=9.0, **steps)
-    trainer = make_trainer(config, tokenizer, Rollouts(edit=edit))
-    trainer.train()
+    trainer = train(tmp_path, Rollouts(edit=edit), max_steps=max_steps, lambda_lr=0.5, lambda_max=9.0, **steps)
     first, third = logged(trainer, "discrepancy/mean")
     assert min(first, third) > 0.05
     assert trainer.lagrange_multiplier.value == pytest.approx(0.1 + 0.5 * (first + third - 2 * 0.0037))
 
 
 @pytest.mark.parametrize("value", [0.5, -9999.0, math.inf, -math.inf, "x"])
-def test_log_probabilities_that_none_can_be_are_refused_of_a_rollout_func(tmp_path, tokenizer, value):
+def test_log_probabilities_that_none_can_be_are_refused_of_a_rollout_func(tmp_path, value):
     """By the bounds of a server's; TRL and the constraint would train on all of them."""
-    config = make_config(tmp_path, max_steps=1)
     for edit, words in (
         (lambda call, ids, logps: logps[1].__setitem__(0, value), ["completion 1", "in nats"]),
         (lambda call, ids, logps: logps[2].append(-1.0), ["completion 2", "for "]),
@@ -327,7 +288,7 @@ def test_log_probabilities_that_none_can_be_are_refused_of_a_rollout_func(tmp_pa
         ),
     ):
         with refuses(ValueError, "rollout_func", *words):
-            make_trainer(config, tokenizer, Rollouts(edit=edit)).train()
+            train(tmp_path, Rollouts(edit=edit), max_steps=1)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +301,7 @@ def test_log_probabilities_that_none_can_be_are_refused_of_a_rollout_func(tmp_pa
         (lambda output: output["completion_ids"].__setitem__(1, torch.tensor([20, 1])), ["completion 1", "Tensor"]),
     ],
 )
-def test_what_is_no_rollout_is_refused_of_a_rollout_func(tmp_path, tokenizer, edit, words):
+def test_what_is_no_rollout_is_refused_of_a_rollout_func(tmp_path, edit, words):
     class Wrong(Rollouts):
         def __call__(self, prompts, trainer):
             output = super().__call__(prompts, trainer)
@@ -348,7 +309,7 @@ def test_what_is_no_rollout_is_refused_of_a_rollout_func(tmp_path, tokenizer, ed
             return None if "NoneType" in words else output
 
     with refuses(ValueError, "rollout_func", *words):
-        make_trainer(make_config(tmp_path, max_steps=1), tokenizer, Wrong()).train()
+        train(tmp_path, Wrong(), max_steps=1)
 
 
 def filled_by_hand(prompts, trainer):
@@ -361,20 +322,15 @@ def filled_by_hand(prompts, trainer):
 
 
 @pytest.mark.parametrize("returns", ["rollouts with a mask", "an engine"])
-def test_what_fills_an_empty_completion_is_outside_the_loss(
-    tmp_path, tokenizer, seen_by_the_loss, monkeypatch, returns
-):
+def test_what_fills_an_empty_completion_is_outside_the_loss(tmp_path, seen_by_the_loss, monkeypatch, returns):
     def rollouts(prompts, trainer):
         output = Rollouts(edit=empty_completions)(prompts, trainer)
         if returns == "rollouts with a mask":
             output["env_mask"] = [[1] * len(ids) for ids in output["completion_ids"]]
         return output
 
-    config = make_config(tmp_path, constraint="none", max_steps=2, length_aware_batches=False)
-    theirs = make_trainer(plain_config(config), tokenizer, filled_by_hand, kind=GRPOTrainer)
-    theirs.train()
-    expected = [inputs["completion_mask"] * inputs["tool_mask"] for inputs in seen_by_the_loss]
-    seen_by_the_loss.clear()
+    fields = {"constraint": "none", "max_steps": 2, "length_aware_batches": False}
+    theirs = train(tmp_path, filled_by_hand, kind=GRPOTrainer, **fields)
     if returns == "an engine":
 
         def generate(self, prompt_ids, *args, **kwargs):
@@ -382,39 +338,36 @@ def test_what_fills_an_empty_completion_is_outside_the_loss(
             return output["completion_ids"], output["logprobs"]
 
         monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
-    ours = make_trainer(config, tokenizer, None if returns == "an engine" else rollouts)
-    ours.train()
+    ours = train(tmp_path, None if returns == "an engine" else rollouts, **fields)
     masks = [inputs["completion_mask"] * inputs["tool_mask"] for inputs in seen_by_the_loss]
-    assert [mask.tolist() for mask in masks] == [mask.tolist() for mask in expected]
+    half = len(masks) // 2
+    assert [mask.tolist() for mask in masks[half:]] == [mask.tolist() for mask in masks[:half]] != []
     assert all(mask[row].sum() == 0 for mask in masks for row in (0, 3))
     # What is outside the loss moves no weight.
     assert logged(ours, "loss") == logged(theirs, "loss")
-    for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    assert_same_weights(ours.model, theirs.model)
 
 
-def test_tokens_without_log_probability_carry_no_penalty(tmp_path, tokenizer, seen_by_the_loss):
-    config = make_config(tmp_path, max_steps=1, length_aware_batches=False)
-    (theirs,) = trls_inputs(config, tokenizer, seen_by_the_loss, Rollouts())
-    make_trainer(config, tokenizer, Rollouts(edit=nan_tokens)).train()
-    (inputs,) = seen_by_the_loss
+def test_tokens_without_log_probability_carry_no_penalty(tmp_path, seen_by_the_loss):
+    rollouts = Rollouts(), Rollouts(edit=nan_tokens)
+    (theirs,), (inputs,), _ = inputs_of_both(tmp_path, seen_by_the_loss, *rollouts)
     missing = inputs["sampling_per_token_logps"].isnan()
     assert missing.any()
     plain = theirs["advantages"].unsqueeze(1).expand_as(missing)
     torch.testing.assert_close(inputs["advantages"][missing], plain[missing], atol=1e-6, rtol=0)
 
 
-def test_a_rollout_function_without_log_probabilities_is_named(tmp_path, tokenizer, caplog):
+def test_a_rollout_function_without_log_probabilities_is_named(tmp_path, caplog):
     def rollouts(prompts, trainer):
         return Rollouts()(prompts, trainer) | {"logprobs": None}
 
-    with pytest.raises(ValueError, match=r"constraint='lagrangian'.*logprobs=None.*constraint='none'"):
-        make_trainer(make_config(tmp_path), tokenizer, rollouts).train()
-    make_trainer(make_config(tmp_path, recipe="trl"), tokenizer, rollouts).train()
+    with refuses(ValueError, "constraint='lagrangian'", "logprobs=None", "constraint='none'"):
+        train(tmp_path, rollouts)
+    train(tmp_path, rollouts, recipe="trl")
     assert "The mismatch is not measured: rollout_func returns no logprobs" in caplog.text
 
 
-def test_masked_tool_tokens_do_not_count(tmp_path, tokenizer, seen_by_the_loss):
+def test_masked_tool_tokens_do_not_count(tmp_path, seen_by_the_loss):
     def rollouts(prompts, trainer):
         output = Rollouts()(prompts, trainer)
         # The second token of each completion came from the environment, with a log-probability that means nothing.
@@ -423,26 +376,19 @@ def test_masked_tool_tokens_do_not_count(tmp_path, tokenizer, seen_by_the_loss):
             row[1] = -1e4
         return output
 
-    options = {"discrepancy_measure": "log_prob", "length_aware_batches": False}
-    config = make_config(tmp_path, max_steps=1, **options)
-    (theirs,) = trls_inputs(config, tokenizer, seen_by_the_loss, rollouts)
-    trainer = make_trainer(config, tokenizer, rollouts)
-    trainer.train()
+    fields = {"discrepancy_measure": "log_prob"}
+    (theirs,), (ours,), trainer = inputs_of_both(tmp_path, seen_by_the_loss, rollouts, rollouts, **fields)
     assert logged(trainer, "discrepancy/mean")[0] < 100
-    torch.testing.assert_close(seen_by_the_loss[0]["advantages"][:, 1], theirs["advantages"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(ours["advantages"][:, 1], theirs["advantages"], atol=1e-6, rtol=0)
 
 
 # --- everything that GRPOTrainer takes
 
 
-def test_an_adapter_on_one_of_tied_embeddings_makes_no_mismatch(tmp_path, tokenizer):
-    trainer = make_trainer(
-        make_config(tmp_path, deployment_scheme="bf16", max_steps=4, learning_rate=3e-2),
-        tokenizer,
-        model=make_model(),
-        peft_config=LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
-    )
-    trainer.train()
+def test_an_adapter_on_one_of_tied_embeddings_makes_no_mismatch(tmp_path):
+    adapter = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    fields = {"deployment_scheme": "bf16", "max_steps": 4, "learning_rate": 3e-2}
+    trainer = train(tmp_path, peft_config=adapter, **fields)
     # Before the first step an adapter changes nothing.
     first, *_, last = logged(trainer, "discrepancy/mean")
     assert last < 3 * first
@@ -459,12 +405,13 @@ def test_an_adapter_on_one_of_tied_embeddings_makes_no_mismatch(tmp_path, tokeni
 @pytest.mark.parametrize(
     ("mode", "remedy"), [("server", "use vllm_mode='colocate' with deployment_scheme"), ("colocate", "'bf16'")]
 )
-def test_an_adapter_on_one_of_tied_embeddings_is_refused_where_vllm_has_one_matrix(tmp_path, tokenizer, mode, remedy):
+def test_an_adapter_on_one_of_tied_embeddings_is_refused_where_vllm_has_one_matrix(tmp_path, mode, remedy):
     adapter = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
-    with stub_server() as server:
-        config = make_config(tmp_path, use_vllm=True, vllm_mode=mode, vllm_server_base_url=server.url)
-        with pytest.raises(ValueError, match=rf"tie_word_embeddings=True.*(?i:{remedy}).*ensure_weight_tying=True"):
-            make_trainer(config, tokenizer, peft_config=adapter)
+    with (
+        stub_server() as server,
+        pytest.raises(ValueError, match=rf"tie_word_embeddings=True.*(?i:{remedy}).*ensure_weight_tying=True"),
+    ):
+        make_trainer(tmp_path, peft_config=adapter, use_vllm=True, vllm_mode=mode, vllm_server_base_url=server.url)
 
 
 def test_where_nothing_can_be_measured_a_warning_says_so_and_what_measures(tmp_path, monkeypatch, caplog):
@@ -479,25 +426,13 @@ def test_where_nothing_can_be_measured_a_warning_says_so_and_what_measures(tmp_p
 # --- a trainer that trains again
 
 
-class ByStep(Rollouts):
-    """Rollouts that follow from the step and the position, whatever has been called before."""
-
-    steps: list[int]
-
-    def __call__(self, prompts, trainer):
-        self.steps = [*getattr(self, "steps", []), trainer.state.global_step]
-        self.calls = trainer.state.global_step
-        return super().__call__(prompts, trainer)
-
-
 @pytest.mark.parametrize("step", [1, 2])
-def test_resuming_in_a_used_trainer_is_resuming_in_a_new_one(tmp_path, tokenizer, step):
+def test_resuming_in_a_used_trainer_is_resuming_in_a_new_one(tmp_path, step):
     """Step 1 lies within a generation batch, whose rest is in the checkpoint; step 2 between two."""
-    fields = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "lambda_lr": 0.5, **MISALIGNED}
-    used = make_trainer(make_config(tmp_path, **fields), tokenizer, ByStep())
-    used.train()  # ends within the second generation batch
+    fields = {"save_steps": 1, "max_steps": 3, "lambda_lr": 0.5, **MISALIGNED}
+    used = train(tmp_path, ByStep(), **fields)  # ends within the second generation batch
     checkpoint = str(tmp_path / f"checkpoint-{step}")
-    new = make_trainer(make_config(tmp_path, **fields), tokenizer, rollouts := ByStep())
+    new = make_trainer(tmp_path, rollouts := ByStep(), **fields)
     rows = []
     for trainer in (used, new):
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -507,19 +442,17 @@ def test_resuming_in_a_used_trainer_is_resuming_in_a_new_one(tmp_path, tokenizer
     assert used.lagrange_multiplier.state_dict() == new.lagrange_multiplier.state_dict()
 
 
-def test_a_second_training_starts_from_its_own_rollouts_and_lambda(tmp_path, tokenizer):
-    config = make_config(tmp_path, max_steps=3, lambda_lr=0.5, dual_window=2, **MISALIGNED)
-    trainer = make_trainer(config, tokenizer, rollouts := ByStep(), callbacks=[HistoryCallback()])
-    trainer.train()
+def test_a_second_training_starts_from_its_own_rollouts_and_lambda(tmp_path):
+    fields = {"lambda_lr": 0.5, "dual_window": 2, "callbacks": [HistoryCallback()], **MISALIGNED}
+    trainer = train(tmp_path, rollouts := ByStep(), **fields)
     assert trainer.lagrange_multiplier.value != 0.1
     first, rollouts.steps = rollouts.steps, []
     trainer.train()
     assert rollouts.steps == first == [0, 2]
     assert logged(trainer, "lagrangian/lambda")[0] == 0.1
     # Its history is its own too.
-    histories = [(tmp_path / name).read_text().splitlines() for name in ("history.1.jsonl", "history.jsonl")]
-    for rows in histories:
-        assert [row["step"] for row in map(json.loads, rows) if "loss" in row] == [1, 2, 3]
+    for name in ("history.1.jsonl", "history.jsonl"):
+        assert steps_of(read_rows(tmp_path / name)) == [1, 2, 3]
 
 
 class BreaksOnce(TrainerCallback):
@@ -533,12 +466,11 @@ class BreaksOnce(TrainerCallback):
             raise KeyError("a bug")
 
 
-def test_a_second_training_counts_no_token_of_one_that_broke(tmp_path, tokenizer):
+def test_a_second_training_counts_no_token_of_one_that_broke(tmp_path):
     """No weight has moved: the first batch of the second training is that of a new trainer."""
     means = []
     for callbacks in ([], [BreaksOnce()]):
-        config = make_config(tmp_path, max_steps=1, **ALIGNED)
-        trainer = make_trainer(config, tokenizer, ByStep(), callbacks=callbacks)
+        trainer = make_trainer(tmp_path, ByStep(), max_steps=1, callbacks=callbacks, **ALIGNED)
         if callbacks:
             with pytest.raises(KeyError):
                 trainer.train()
@@ -550,7 +482,7 @@ def test_a_second_training_counts_no_token_of_one_that_broke(tmp_path, tokenizer
 # --- the gradient that the penalty makes
 
 
-def token_gradients(tmp_path, tokenizer, monkeypatch, **fields):
+def token_gradients(tmp_path, monkeypatch, **fields):
     """Gradient of the loss by each log π_train of one batch, and what the loss read."""
     logps = []
     forward = GRPOTrainer._get_per_token_logps_and_entropies
@@ -564,8 +496,7 @@ def token_gradients(tmp_path, tokenizer, monkeypatch, **fields):
 
     with monkeypatch.context() as patch:
         patch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", keep)
-        config = make_config(tmp_path, max_steps=1, learning_rate=0.0, constraint="static", **fields)
-        make_trainer(config, tokenizer, Rollouts()).train()
+        train(tmp_path, Rollouts(), max_steps=1, learning_rate=0.0, constraint="static", **fields)
     (values,) = logps
     return values.detach(), values.grad
 
@@ -577,15 +508,14 @@ def token_gradients(tmp_path, tokenizer, monkeypatch, **fields):
         {"loss_type": "cispo", "importance_sampling_level": "sequence"},
     ],
 )
-def test_the_gradient_of_the_penalty_is_each_tokens_own(tmp_path, tokenizer, monkeypatch, seen_by_the_loss, fields):
+def test_the_gradient_of_the_penalty_is_each_tokens_own(tmp_path, monkeypatch, seen_by_the_loss, fields):
     """On the weights that sampled every ratio is 1: without penalty a token's gradient is −Â times its share."""
     fields = fields | {"epsilon_high": 5.0}  # CISPO's bound on the ratio
     margin = 0.1  # so that some tokens carry nothing
-    _, without = token_gradients(tmp_path, tokenizer, monkeypatch, lambda_init=0.0, **fields)
+    _, without = token_gradients(tmp_path, monkeypatch, lambda_init=0.0, **fields)
     plain = seen_by_the_loss[-1]
-    values, found = token_gradients(
-        tmp_path, tokenizer, monkeypatch, lambda_init=0.5, discrepancy_margin=margin, **fields
-    )
+    fields |= {"lambda_init": 0.5, "discrepancy_margin": margin}
+    values, found = token_gradients(tmp_path, monkeypatch, **fields)
     delta = (values.exp() - plain["sampling_per_token_logps"].exp()).abs()
     penalty = 0.5 * delta * (delta > margin) * plain["completion_mask"]
     share = -without / plain["advantages"]

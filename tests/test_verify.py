@@ -23,7 +23,15 @@ from dc_trl.sampling.replica import Replica
 from dc_trl.serving.client import ServerClient, Weights
 from dc_trl.version import __version__
 
-from .helpers import make_model, make_tokenizer, make_trainer, read_json, refuses, tiny_model
+from .helpers import (
+    logged,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+    read_json,
+    refuses,
+    tiny_model,
+)
 from .stub_server import stub_server
 from .vllm_server import requires_vllm
 
@@ -49,9 +57,9 @@ def test_every_deployment_of_a_run_says_what_it_is(tmp_path):
         assert contract["sha256"] == digests_by_hand(folder / "model.safetensors")
         said = [contract[name] for name in ("scheme", "engine", "engine_version", "kv_cache_dtype", "step")]
         assert said == ["fp8", "replica", __version__, "bfloat16", steps]
-        logged = [row["discrepancy/mean"] for row in trainer.state.log_history if "discrepancy/mean" in row][:steps]
-        assert contract["discrepancy"]["value"] == pytest.approx(sum(logged) / steps)
-        assert contract["discrepancy"]["range"] == [min(logged), max(logged)]
+        means = logged(trainer, "discrepancy/mean")[:steps]
+        assert contract["discrepancy"]["value"] == pytest.approx(sum(means) / steps)
+        assert contract["discrepancy"]["range"] == [min(means), max(means)]
         assert contract["k3_kl"]["logs"] == steps
     assert "deployment/dc_trl.json" in run_files(tmp_path)
     untrained = make_trainer(tmp_path / "untrained", deployment_scheme="fp8")

@@ -38,8 +38,10 @@ from .helpers import (
     TWO_SHARDED,
     Watch,
     assert_finite,
+    assert_same_tensors,
     at_server,
     completion_logits,
+    files_in,
     logged,
     make_experts,
     make_model,
@@ -49,13 +51,16 @@ from .helpers import (
     refuses,
     succeed,
     takes_minutes,
+    tensors_in,
     tiny_model,
 )
 from .stub_server import Router, stub_server
-from .vllm_server import complete, requires_vllm, shared_memory, wait_until_gone
+from .vllm_server import complete, engine_processes, requires_vllm, shared_memory, wait_until_gone
 
 
 pytestmark = requires_vllm
+
+ADAPTER = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
 
 
 def make_trainer(url, output_dir, model=None, **overrides):
@@ -80,12 +85,10 @@ def test_every_step_samples_with_the_present_weights(fp8_server, tmp_path):
 @pytest.mark.parametrize("kind", ["all weights", "adapter"])
 def test_the_lag_is_what_the_weights_did_whatever_the_server_computes(fp8_server, tmp_path, kind):
     """In step the server's own part alone is there; with a lag it stays, and another copy's forwards give the rest."""
-    adapter = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
 
     def policy():
         torch.manual_seed(0)
-        model = tiny_model()
-        return get_peft_model(model, adapter) if kind == "adapter" else model
+        return get_peft_model(tiny_model(), ADAPTER) if kind == "adapter" else tiny_model()
 
     options = {"weight_sync_steps": 3, "max_steps": 4, "learning_rate": 3e-3, "constraint": "none"}
     trainer = make_trainer(fp8_server.url, tmp_path, policy(), discrepancy_split=True, **options)
@@ -106,10 +109,9 @@ def test_the_best_weights_reach_the_server_when_they_are_loaded_at_the_end(fp8_s
         calls.append(completions)
         return [index % 2 - float(len(calls)) for index in range(len(completions))]
 
-    of_steps = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
-    options = {"reward": falling, "max_steps": 4, "learning_rate": 3e-3, "eval_dataset": make_prompts(4)}
-    trainer = make_trainer(fp8_server.url, tmp_path, **options | of_steps | best)
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    options |= {"reward": falling, "max_steps": 4, "learning_rate": 3e-3, "eval_dataset": make_prompts(4)}
+    trainer = make_trainer(fp8_server.url, tmp_path, save_steps=1, eval_steps=1, **options)
     trainer.train()
     assert trainer.state.best_global_step == 1
     trainer.evaluate()
@@ -119,9 +121,7 @@ def test_the_best_weights_reach_the_server_when_they_are_loaded_at_the_end(fp8_s
 
 
 def test_an_adapter_reaches_the_server(fp8_server, tmp_path):
-    policy = tiny_model()
-    adapter = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(policy, adapter)
+    model = get_peft_model(tiny_model(), ADAPTER)
     trainer = make_trainer(fp8_server.url, tmp_path, model, max_steps=4, learning_rate=1e-2)
     trainer.train()
     for name in ("bytes_written", "write_seconds", "reload_seconds"):
@@ -130,13 +130,9 @@ def test_an_adapter_reaches_the_server(fp8_server, tmp_path):
     trainer.save_deployment(tmp_path / "deployment")
     trainer.vllm_generation.sync_weights()
     sampled = complete(fp8_server.url, PROMPTS, max_tokens=16)
-    before = tiny_model()
-    assert mean_gap(sampled, before, "fp8") > 3 * mean_gap(sampled, trainer.model, "fp8")
-    held = trainer.vllm_generation.checkpoint
-    served = {name: tensor for file in held.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    exported = load_file(tmp_path / "deployment" / "model.safetensors")
-    assert served.keys() == exported.keys()
-    assert all(torch.equal(served[name].view(torch.uint8), exported[name].view(torch.uint8)) for name in exported)
+    assert mean_gap(sampled, tiny_model(), "fp8") > 3 * mean_gap(sampled, trainer.model, "fp8")
+    served, exported = (tensors_in(path) for path in (trainer.vllm_generation.checkpoint, tmp_path / "deployment"))
+    assert_same_tensors(served, exported)
 
 
 def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tmp_path):
@@ -156,9 +152,9 @@ def test_truncated_sampling_is_corrected_by_what_the_server_names(fp8_server, tm
         whole = sorted(((value, int(name.removeprefix("token_id:"))) for name, value in named.items()), reverse=True)
         probs = torch.tensor([value for value, _ in whole[:6]]).softmax(0)
         size = int((probs.cumsum(0) - probs < 0.9).sum())
-        kept = {token for _, token in whole[:size]}
+        kept = [token for _, token in whole[:size]]
         assert token in kept
-        expected = (probs[:size] / probs[:size].sum()).log()[[token for _, token in whole[:size]].index(token)]
+        expected = (probs[:size] / probs[:size].sum()).log()[kept.index(token)]
         assert value == pytest.approx(expected.item(), abs=1e-4)
     assert trainer.deployed_completions(["12+34="])  # greedy: what is kept is of no matter
 
@@ -183,28 +179,23 @@ def test_completions_that_the_server_ends_at_a_text_are_not_cut_off(fp8_server, 
 @pytest.mark.parametrize(
     "fields", [{"score_centering_top_k": 262}, {"score_centering_top_k": 6}, {"top_k": 6}], ids=str
 )
-def test_the_score_is_centred_by_what_the_server_names(fp8_server, tmp_path, fields):
+def test_the_score_is_centred_by_what_the_server_names(fp8_server, tmp_path, seen_by_the_loss, fields):
     """A step of SGD with the rate 1 moves by the formula's gradient, with q from the named tokens of the batch."""
     options = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "temperature": 1.5}
     options |= {"constraint": "none", "score_centering": True, "length_aware_batches": False}
     trainer = make_trainer(fp8_server.url, tmp_path, steps_per_generation=1, **options | fields)
-    batches = []
-    _compute_loss = trainer._compute_loss
-    trainer._compute_loss = lambda model, inputs: (batches.append(dict(inputs)), _compute_loss(model, inputs))[1]
-    before = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
     trainer.train()
-    (batch,) = batches
-    named = [batch[f"named_{kind}"] for kind in ("ids", "counts", "logps")]
-    scored, sampled = batch["completion_mask"].bool(), batch["completion_ids"]
+    (batch,) = seen_by_the_loss
+    ids, counts, logps = (batch[f"named_{kind}"] for kind in ("ids", "counts", "logps"))
+    scored, sampled = batch["completion_mask"].bool(), batch["completion_ids"].unsqueeze(-1)
     model = tiny_model()
-    size = model.config.vocab_size
-    assert (named[1][scored] == min(size, *fields.values())).all()
+    assert (counts[scored] == min(model.config.vocab_size, *fields.values())).all()
     logits = completion_logits(model, batch) / 1.5
     q = torch.zeros_like(logits)
     for row in range(len(sampled)):
-        positions = torch.arange(len(named[1][row])).repeat_interleave(named[1][row])
-        held = named[0][row] >= 0
-        q[row, positions, named[0][row][held].long()] = named[2][row][held].exp()
+        positions = torch.arange(len(counts[row])).repeat_interleave(counts[row])
+        held = ids[row] >= 0
+        q[row, positions, ids[row][held].long()] = logps[row][held].exp()
     of_head = q > 0
     if "top_k" in fields:
         logits = logits.masked_fill(~of_head & scored.unsqueeze(-1), -1e9)
@@ -212,14 +203,13 @@ def test_the_score_is_centred_by_what_the_server_names(fp8_server, tmp_path, fie
     p = log_p.detach().exp()
     tail = (1 - q.sum(-1)).clamp(min=0) / (1 - (p * of_head).sum(-1)).clamp(min=1e-6)
     mean = (((q - tail.unsqueeze(-1) * p) * of_head).detach() * log_p).sum(-1)
-    of_sampled = log_p.gather(-1, sampled.unsqueeze(-1)).squeeze(-1)
-    terms = -batch["advantages"].unsqueeze(1) * (of_sampled - mean) * scored
+    terms = -batch["advantages"].unsqueeze(1) * (log_p.gather(-1, sampled).squeeze(-1) - mean) * scored
     (terms.sum(-1) / scored.sum(-1)).mean().backward()
-    held = (of_head.gather(-1, sampled.unsqueeze(-1)).squeeze(-1)) & scored
-    of_named = q.gather(-1, sampled.unsqueeze(-1)).squeeze(-1)[held].log()
+    held = of_head.gather(-1, sampled).squeeze(-1) & scored
+    of_named = q.gather(-1, sampled).squeeze(-1)[held].log()
     torch.testing.assert_close(of_named, batch["sampling_per_token_logps"][held], rtol=0, atol=1e-5)
     for name, parameter in model.named_parameters():
-        moved = before[name] - dict(trainer.model.named_parameters())[name].detach()
+        moved = (parameter - trainer.model.get_parameter(name)).detach()
         torch.testing.assert_close(moved, parameter.grad, rtol=1e-2, atol=2e-3 * parameter.grad.abs().max().item())
 
 
@@ -258,13 +248,11 @@ def test_what_samples_is_what_ships(fp8_server, tmp_path):
     exported = tmp_path / "deployment"
     synchronized = trainer.vllm_generation.checkpoint
     contract = read_json(exported / "dc_trl.json")
-    assert (contract["engine"], contract["engine_version"]) == (
-        "vllm",
-        httpx.get(f"{fp8_server.url}/version").json()["version"],
-    )
-    assert {file.name: file.read_bytes() for file in exported.iterdir() if file.name != "dc_trl.json"} == {
-        file.name: file.read_bytes() for file in synchronized.iterdir()
-    }
+    version = httpx.get(f"{fp8_server.url}/version").json()["version"]
+    assert (contract["engine"], contract["engine_version"]) == ("vllm", version)
+    held = files_in(synchronized)
+    assert files_in(exported) == held | {"dc_trl.json": (exported / "dc_trl.json").read_bytes()}
+    assert "dc_trl.json" not in held
     assert (tmp_path / "checkpoint-2" / "deployment" / "model.safetensors").is_file()
     questions = arithmetic_dataset(64, seed=1, split="held_out")["prompt"][:]
     prompts = make_tokenizer().apply_chat_template(questions, add_generation_prompt=True)["input_ids"]
@@ -274,8 +262,7 @@ def test_what_samples_is_what_ships(fp8_server, tmp_path):
     assert [choice["ids"] for choice in trained] == [choice["ids"] for choice in shipped]
     for first, second in zip(trained, shipped, strict=True):
         assert first["logps"] == pytest.approx(second["logps"], abs=1e-3)
-    untrained = tiny_model()
-    assert 3 * mean_gap(shipped, trainer.model, "fp8", prompts) < mean_gap(shipped, untrained, "fp8", prompts)
+    assert 3 * mean_gap(shipped, trainer.model, "fp8", prompts) < mean_gap(shipped, tiny_model(), "fp8", prompts)
 
 
 def load_into(url, checkpoint):
@@ -367,10 +354,6 @@ def faulty_trainer(server, output_dir, **overrides):
     return make_trainer(server.url, output_dir, generation_kwargs={"ignore_eos": True}, **fields | overrides)
 
 
-def engine_processes(server):
-    return [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-
-
 def kill(server):
     """Kills the server; returns its processes."""
     processes = engine_processes(server)
@@ -423,9 +406,8 @@ def test_a_server_killed_in_a_rollout_and_restarted_gets_the_weights_again(own_s
     assert trainer.state.global_step == 4
     assert "broke during /v1/completions" in caplog.text
     # With the weights that the restarted server had loaded from its own checkpoint, the batch would be far off.
-    untrained = tiny_model()
     served = complete(own_server.url, PROMPTS, max_tokens=64, ignore_eos=True)
-    stale = mean_gap(served, untrained, "bf16")
+    stale = mean_gap(served, tiny_model(), "bf16")
     assert max(logged(trainer, "discrepancy/mean")) < stale / 3
 
 

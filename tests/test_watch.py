@@ -13,7 +13,6 @@ import httpx
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from dc_trl.calibration.live_server import newest_checkpoint
 from dc_trl.command import watch
@@ -21,7 +20,17 @@ from dc_trl.command.problems import DataArguments, draw_prompts
 from dc_trl.data.prompts import tokenize
 from dc_trl.serving.client import ServerClient, Weights
 
-from .helpers import DEFAULT_SIGINT, ROOT, TINY_MODEL, make_model, make_tokenizer, read_rows, tiny_model
+from .helpers import (
+    DEFAULT_SIGINT,
+    ROOT,
+    as_words,
+    make_model,
+    make_tokenizer,
+    read_rows,
+    save,
+    tiny_model,
+    write_rows,
+)
 from .stub_server import stub_server
 from .test_verify import deploy
 from .vllm_server import requires_vllm
@@ -31,17 +40,11 @@ PROMPTS = ["12+3=", "7+8=", "31+5="]
 TOKENS = 6  # of each completion
 
 
-def save(model, folder):
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-
-
 def options(tmp_path, url, *more):
-    rows = [{"prompt": prompt, "answer": "1"} for prompt in PROMPTS]
-    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    of_prompts = ["--dataset_name", str(tmp_path / "prompts.jsonl"), "--prompts", str(len(PROMPTS))]
-    run = [url, str(tmp_path / "run"), "--output", str(tmp_path / "watch"), "--max_tokens", str(TOKENS)]
-    return [*run, *of_prompts, "--train_dtype", "float32", "--device", "cpu", *more]
+    rows = write_rows(tmp_path / "prompts.jsonl", ({"prompt": prompt, "answer": "1"} for prompt in PROMPTS))
+    given = {"output": tmp_path / "watch", "max_tokens": TOKENS, "dataset_name": rows, "prompts": len(PROMPTS)}
+    given |= {"train_dtype": "float32", "device": "cpu"}
+    return [url, str(tmp_path / "run"), *as_words(given), *more]
 
 
 def looks(tmp_path):
@@ -247,7 +250,7 @@ def test_a_real_server_is_watched_while_its_checkpoints_come(fp8_server, tmp_pat
         body |= {"logprobs": model.config.vocab_size, "return_token_ids": True, "return_tokens_as_token_ids": True}
         answer = httpx.post(f"{fp8_server.url}/v1/completions", json=body, timeout=60).json()
         asked.append((ids, answer["choices"][0]))
-    discrepancy, k3, variation, flips = by_hand(AutoModelForCausalLM.from_pretrained(TINY_MODEL), asked)
+    discrepancy, k3, variation, flips = by_hand(tiny_model(), asked)
     assert [first["discrepancy"], first["k3_kl"]] == pytest.approx([discrepancy, k3], rel=0.05)
     assert first["drift_tv"] == pytest.approx(variation, rel=0.2)  # of 20 tokens and the others as one
     assert first["top1_flips"] == flips

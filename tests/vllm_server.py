@@ -68,6 +68,12 @@ def serving(folder: Path, *arguments: str, model: str = str(TINY_MODEL), **envir
         server.end()
 
 
+def engine_processes(server: Any) -> list[psutil.Process]:
+    """The process of a `VLLMServer`, and those that it has started."""
+    parent = psutil.Process(server.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that still run; a zombie that waits for its parent does not."""
     found = []

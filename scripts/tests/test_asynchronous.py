@@ -50,7 +50,7 @@ def test_a_real_server_samples_beside_the_training_and_gets_each_steps_weights(m
     assert 1 <= max(ages) <= 3  # TRL bounds the age at the queue, a step before the training
     lags = logged(trainer, "discrepancy/lag_k3_kl")
     assert [lag > 0 for lag in lags] == [max(of_step) > 0 for of_step in trainer.ages]
-    assert max(lags) > 10 * logged(trainer, "discrepancy/engine_k3_kl")[0]  # of what the weights did, not of the format
+    assert max(lags) > 10 * logged(trainer, "discrepancy/engine_k3_kl")[0]  # what the weights did, not the format
     trainer.model.load_state_dict(tiny_model().state_dict())
     assert distance_to_the_server() > 10 * after
     assert not list(tmp_path.glob("dc_trl-sync-*"))
