@@ -47,9 +47,10 @@ from .records.clock import EVALUATION, OTHER, PREFIX, PartsClock
 from .records.runs import DEPLOYMENT_FOLDER, Run
 from .records.verdict import NOT_MEASURED, first_batch, verdict_of
 from .run.checkpoints import Checkpoints
-from .run.history import BRIEF, HistoryCallback
+from .run.history import HistoryCallback
 from .run.hub import CARD_FILE, HubClient, complete_card, hub_dataset, without_token
 from .run.manifest import on_main_process
+from .run.progress import BRIEF
 from .run.resuming import given_rates, load_saved_weights, own_adapters, position_in_data
 from .run.training_run import TrainingRun
 from .sampled_tokens import SampledTokens

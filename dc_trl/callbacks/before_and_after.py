@@ -6,8 +6,8 @@ from transformers import TrainerCallback
 
 from ..records.estimators import mean_estimate
 from ..records.runs import GREEDY, run_ended
+from ..run.progress import in_parts
 from ..trainer import DCGRPOTrainer
-from .progress import in_parts
 
 
 class BeforeAndAfter(TrainerCallback):

@@ -14,7 +14,6 @@ from trl import get_peft_config, get_quantization_config
 
 from ..callbacks.collapse import CollapseAlarmCallback
 from ..callbacks.length_decay import LengthDecayCallback
-from ..callbacks.progress import ConstraintProgressCallback
 from ..config import DCGRPOConfig
 from ..files import lock_output
 from ..gate.before_loading import require_runnable
@@ -24,6 +23,7 @@ from ..run.deployment import DeploymentCheckpointCallback
 from ..run.history import HistoryCallback
 from ..run.hub import WEIGHTS, HubClient
 from ..run.manifest import checkpoints, on_main_process, resumable_checkpoint, set_aside_later
+from ..run.progress import ConstraintProgressCallback
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve
 from ..settings.command_line import say

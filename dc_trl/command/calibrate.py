@@ -29,7 +29,7 @@ from ..settings.command_line import (
 from ..settings.fields import COUNT, Range, require_numbers
 from ..settings.paths import require_folder
 from . import subcommand
-from .own_arguments import DATA_FIELDS, TRAIN_DTYPES, DataArguments, add_prompts
+from .own_arguments import PROMPT_FIELDS, TRAIN_DTYPES, DataArguments, add_prompts
 
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def drawn_prompts(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase"
     """Return the prompts that the options of `add_prompts` name, by default those of the built-in arithmetic."""
     from .problems import draw_prompts
 
-    data = DataArguments(dataset_name=args.dataset_name, **{name: getattr(args, name) for name in DATA_FIELDS})
+    data = DataArguments(**{name: getattr(args, name) for name in PROMPT_FIELDS})
     return draw_prompts(data, tokenizer, args.prompts, args.seed)
 
 

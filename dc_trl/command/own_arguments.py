@@ -11,7 +11,11 @@ from ..settings.fields import COUNT, WHOLE, setting
 
 # Weights, and whether the forward runs under bfloat16 autocast: `dtype` and `bf16` of a training configuration.
 TRAIN_DTYPES = {"bfloat16": ("bfloat16", True), "mixed": ("float32", True), "float32": ("float32", False)}
-DATA_FIELDS = ("dataset_config", "dataset_split", "prompt_column", "answer_column", "instruction", "max_prompt_length")
+# Fields of `DataArguments` that choose prompts.
+PROMPT_FIELDS = (
+    *("dataset_name", "dataset_config", "dataset_split", "prompt_column", "answer_column", "instruction"),
+    "max_prompt_length",
+)
 
 
 @dataclass
@@ -76,6 +80,6 @@ class WatchArguments(CheckedSettings):
 def add_prompts(parser: argparse.ArgumentParser, default: int) -> argparse._ActionsContainer:
     """Add the options of a data set of prompts, and of the number of prompts, for `drawn_prompts`."""
     group = parser.add_argument_group("the prompts")
-    add_fields(group, DataArguments, "dataset_name", *DATA_FIELDS)
+    add_fields(group, DataArguments, *PROMPT_FIELDS)
     group.add_argument("--prompts", type=int, default=default, help=f"how many, drawn at random (default: {default})")
     return group

@@ -103,11 +103,6 @@ def require_startable(
             "reward_funcs is not given: pass a function, a reward model, or an environment_factory whose environment "
             "has a get_reward."
         )
-    data_sets = {"train_dataset": train_dataset}
-    if isinstance(eval_dataset, dict):
-        data_sets |= {f"eval_dataset[{name!r}]": rows for name, rows in eval_dataset.items()}
-    else:
-        data_sets["eval_dataset"] = eval_dataset
     for function in functions:
         if not (callable(function) or isinstance(function, str)):
             raise TypeError(
@@ -115,20 +110,24 @@ def require_startable(
                 "model or its name, or a list of these."
             )
     prompts = []
-    for name, rows in data_sets.items():
-        if rows is None:
-            continue
+    for name, rows in _data_sets(train_dataset, eval_dataset).items():
         of_rows, columns = _look_at(name, rows, args, environment_factory is not None)
         prompts += of_rows
         for function in functions:
             if isinstance(function, str):
                 require_model_path(function, "reward_funcs")
             elif not isinstance(function, nn.Module):
-                named, extra = f"reward_funcs: {reward_name(function)!r}", ["environments"] * bool(environment_factory)
-                if isinstance(args, GRPOConfig) and args.remove_unused_columns:  # an asynchronous worker keeps them
-                    named, columns = f"remove_unused_columns=True, {named}", ["prompt"]
-                require_callable(named, function, columns, extra, more=rollout_func is not None)
+                extra = ["environments"] * bool(environment_factory)
+                _require_called(function, args, columns, extra, more=rollout_func is not None)
     return prompts
+
+
+def _require_called(function: Any, args: Any, columns: list[str], extra: list[str], more: bool) -> None:
+    """Refuse a reward function that cannot be called with the columns that reach it; see `require_callable`."""
+    named = f"reward_funcs: {reward_name(function)!r}"
+    if isinstance(args, GRPOConfig) and args.remove_unused_columns:  # an asynchronous worker keeps them
+        named, columns = f"remove_unused_columns=True, {named}", ["prompt"]
+    require_callable(named, function, columns, extra, more)
 
 
 def _config_of(model: Any, args: Any, field: str) -> PretrainedConfig:
@@ -155,6 +154,14 @@ def _require_unquantized(model: Any, config: PretrainedConfig, adapted: bool, qu
         "be trained: give the model from which it was made (deployment_scheme quantizes the sampler), or train an "
         "adapter beside weights of bitsandbytes (peft_config, use_peft=true)."
     )
+
+
+def _data_sets(train: Any, evaluation: Any) -> dict[str, Any]:
+    """Return the data sets that are given, by the names under which they are given."""
+    several = isinstance(evaluation, dict)
+    named = {f"eval_dataset[{name!r}]": rows for name, rows in evaluation.items()} if several else {}
+    found = {"train_dataset": train, "eval_dataset": None if several else evaluation} | named
+    return {name: rows for name, rows in found.items() if rows is not None}
 
 
 def _look_at(name: str, data_set: Any, args: Any, environments: bool) -> tuple[list[Any], list[str]]:

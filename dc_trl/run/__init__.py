@@ -1,4 +1,4 @@
-"""The life of a run: lock, checkpoints, history, export, push, and the signals that end it.
+"""The life of a run: lock, checkpoints, history, progress, export, push, and the signals that end it.
 
 The trainers and what is above them import it.
 """

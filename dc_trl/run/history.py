@@ -1,7 +1,6 @@
-"""What a training tells of itself: settings, history, figure and some completions in files, and its printed logs."""
+"""Writes settings, history, figure and some completions of a run while it trains."""
 
 import json
-import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils import logging
 
 from ..config import DCGRPOConfig
@@ -121,31 +120,3 @@ def _unless_it_fails() -> Iterator[None]:
         yield
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         logger.warning(f"The run goes on without a part of its records: {error}")
-
-
-# --- what is printed of each log; transformers gives each callback the same one, so history and trackers get all of it
-
-
-# Our metrics, in an evaluation too, without the five that are printed.
-_LEFT_OUT = re.compile(
-    r"(eval_(\w+_)?)?(discrepancy(_truncated)?|lagrangian|correction|sync|overlap|routing|time)/"
-    r"(?!(mean|k3_kl|lag_k3_kl|lambda|age)$)"
-)
-
-
-class _Brief(TrainerCallback):
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        shown = {name: value for name, value in (logs or {}).items() if not _LEFT_OUT.match(name)}
-        super().on_log(args, state, control, logs=shown, **kwargs)
-
-
-class BriefPrinter(_Brief, PrinterCallback):
-    """Transformers' printed line for each log, with fewer metrics."""
-
-
-class BriefProgress(_Brief, ProgressCallback):
-    """Transformers' progress bar, with fewer metrics in the lines above it."""
-
-
-# Transformers' callbacks, which it adds to a trainer by their classes, and what is added in their place.
-BRIEF: Mapping[Any, Any] = {PrinterCallback: BriefPrinter, ProgressCallback: BriefProgress}

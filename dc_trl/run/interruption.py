@@ -107,19 +107,15 @@ class StopSignals(TrainerCallback):
             if signum == signal.SIGTERM:
                 os._exit(128 + signum)
         elif not self._training:
-            _write(signum, self._way_back())
+            _write(signum, way_back(self._output_dir, self._steps))
             sys.exit(128 + signum)
         elif not self._signum:
             self._signum, self._since = signum, time.monotonic()
             _write(signum, "the run ends after this step; a second signal ends it at once.")
             in_thread(abandon_requests)  # the interrupted thread may hold its lock
         elif time.monotonic() - self._since > _DUPLICATE_SECONDS:
-            _write(signum, f"ended at once. {self._way_back()}")
+            _write(signum, f"ended at once. {way_back(self._output_dir, self._steps)}")
             os._exit(128 + self._signum)
-
-    def _way_back(self) -> str:
-        """Return how to resume if nothing more is saved."""
-        return way_back(self._output_dir, self._steps)
 
 
 def _write(signum: int, what: str) -> None:

@@ -1,10 +1,14 @@
-"""One progress bar for a run: its steps, and in its description what else the run is doing."""
+"""What a training shows while it runs: one progress bar, or the logs of transformers in brief.
 
-from collections.abc import Iterator, Sequence
+History and trackers get all of a log: transformers gives each callback the same one.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import ProgressCallback, Trainer
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import has_length
 
 
@@ -56,3 +60,28 @@ def _go_on(bar: tqdm) -> None:
     """Let the bar show steps again; its expected time excludes what came in between."""
     bar.set_description()
     bar.unpause()
+
+
+# Our metrics, in an evaluation too, without the five that are printed.
+_LEFT_OUT = re.compile(
+    r"(eval_(\w+_)?)?(discrepancy(_truncated)?|lagrangian|correction|sync|overlap|routing|time)/"
+    r"(?!(mean|k3_kl|lag_k3_kl|lambda|age)$)"
+)
+
+
+class _Brief(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        shown = {name: value for name, value in (logs or {}).items() if not _LEFT_OUT.match(name)}
+        super().on_log(args, state, control, logs=shown, **kwargs)
+
+
+class BriefPrinter(_Brief, PrinterCallback):
+    """Transformers' printed line for each log, with fewer metrics."""
+
+
+class BriefProgress(_Brief, ProgressCallback):
+    """Transformers' progress bar, with fewer metrics in the lines above it."""
+
+
+# Transformers' callbacks, which it adds to a trainer by their classes, and what is added in their place.
+BRIEF: Mapping[Any, Any] = {PrinterCallback: BriefPrinter, ProgressCallback: BriefProgress}
