@@ -42,6 +42,10 @@ class Split:
     unexplained: Estimate  # δ̄ where all causes are removed
     floor: Estimate  # what of δ̄ an engine with any other order of float32 sums would have
 
+    def of_whole(self, part: Estimate) -> str:
+        """Return a part of δ̄ in percent, or a dash where δ̄ is 0."""
+        return f"{part.value / self.whole.value:.1%}" if self.whole.value else "–"
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -141,16 +145,23 @@ def summary_table(calibration: Calibration) -> TableRows:
 
 
 def split_table(diagnosis: Diagnosis) -> TableRows:
-    """Return the shares of δ̄, which add up to it, with their 95 % intervals, and below them the floor."""
+    """Return the shares of δ̄, which add up to it, with their 95 % intervals."""
     split = diagnosis.split
+    shares = split.shares | {"unexplained": split.unexplained, "δ̄, the sum": split.whole}
+    rows = [
+        [cause, f"{share.value:.2e}", f"[{share.low:.2e}, {share.high:.2e}]", split.of_whole(share)]
+        for cause, share in shares.items()
+    ]
+    return ["cause", "share", "95 %", "of δ̄"], rows
 
-    def row(name: str, share: Estimate) -> list[str]:
-        part = f"{share.value / split.whole.value:.1%}" if split.whole.value else "–"
-        return [name, f"{share.value:.2e}", f"[{share.low:.2e}, {share.high:.2e}]", part]
 
-    rows = [row(cause, share) for cause, share in split.shares.items()]
-    rows += [row("unexplained", split.unexplained), row("δ̄, the sum", split.whole)]
-    return ["cause", "share", "95 %", "of δ̄"], [*rows, row("floor: another order of sums alone", split.floor)]
+def floor_line(diagnosis: Diagnosis) -> str:
+    """Return what another order of the sums alone gives, which is no share of δ̄."""
+    floor = diagnosis.split.floor
+    return (
+        f"The floor is {floor.value:.2e} [{floor.low:.2e}, {floor.high:.2e}], {diagnosis.split.of_whole(floor)} of δ̄. "
+        "It is no share: an engine that adds up in another order than training keeps that much, whatever is set."
+    )
 
 
 def print_calibration(calibration: Calibration) -> None:
@@ -160,6 +171,7 @@ def print_calibration(calibration: Calibration) -> None:
     for engine in calibration.engines:
         if engine.diagnosis is not None:
             print_table(*split_table(engine.diagnosis), f"{engine.engine}: where δ̄ comes from")
+            print(floor_line(engine.diagnosis))
     for engine in calibration.engines:
         for note in engine.notes:
             print(f"NOTE, {engine.engine}: {note}")
