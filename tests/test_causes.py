@@ -228,7 +228,9 @@ def test_script_splits_unless_it_is_told_not_to(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "where δ̄ comes from" in shown
     assert all(cause in shown for cause in (*engine.diagnosis.split.shares, "unexplained"))
-    assert "CONCLUSION, replica:fp8: " in shown
+    below = shown.partition("δ̄, the sum")[2]  # the floor is no share
+    assert f"{engine.diagnosis.split.floor.value:.2e}" in below
+    assert "CONCLUSION, replica:fp8: " in below
     (engine,) = script(tmp_path, "replica:fp8", "--overwrite", "--no_split", **small)
     assert engine.diagnosis is None
 
