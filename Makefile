@@ -86,10 +86,11 @@ runs/study/models/qwen3_moe_arithmetic: | $(READY)
 runs/study/models/qwen3_counting: | $(READY)
 	$(BIN)/python scripts/make_tiny_model.py --task counting --target 0.9 --output_dir $@
 
-# Tests that need a vLLM server run one after the other, beside those that do not; $(2) says in how many processes these.
+# Tests that need a vLLM server run one after the other and take longest, so those that do not give way to them; $(2)
+# says in how many processes these run.
 # pytest exits with 5 where ARGS leave it no test.
 define PYTEST
-@mkdir -p build; $(BIN)/python -m pytest $(2) -m "not vllm and $(1)" $(ARGS) > build/tests.log 2>&1 & \
+@mkdir -p build; nice -n 5 $(BIN)/python -m pytest $(2) -m "not vllm and $(1)" $(ARGS) > build/tests.log 2>&1 & \
 others=$$!; $(BIN)/python -m pytest -m "vllm and $(1)" $(ARGS); served=$$?; \
 wait $$others; rest=$$?; cat build/tests.log; \
 case $$served$$rest in 00|05|50) ;; *) exit 1;; esac
