@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from trl.trainer.utils import add_fused_lm_head, pad
 
 from ..quantization.checkpoint import CheckpointWriter
+from ..quantization.policy import base_model
 from ..quantization.tensors import policy_tensors
 from ..sampling.empty_completions import without_rest
 from ..sampling.engine_names import EngineSpec
@@ -200,7 +201,7 @@ def train_logps(
     logps = [torch.empty(0) for _ in rollouts]
     # Completions of similar length share a forward, so that little of it is padding.
     order = sorted(range(len(rollouts)), key=lambda number: -len(rollouts[number].ids))
-    base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+    base = base_model(policy)
     was_training, own_forward = policy.training, base.__dict__.get("forward")
     add_fused_lm_head(base, temperature=settings.temperature)
     policy.eval()
