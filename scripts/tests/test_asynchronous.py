@@ -5,9 +5,8 @@ import torch
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 
 from dc_trl.async_grpo import AsyncDCGRPOConfig
-from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.sampling.replica import Replica
-from tests.helpers import SMALL_RUN, TINY_MODEL, load_script, logged, tiny_model
+from tests.helpers import SMALL_RUN, TINY_MODEL, distinct_characters, load_script, logged, tiny_model
 from tests.vllm_server import complete, requires_vllm
 
 
@@ -26,7 +25,7 @@ def test_a_real_server_samples_beside_the_training_and_gets_each_steps_weights(m
     transfer = asynchronous.CheckpointTransfer(str(TINY_MODEL), "fp8", fp8_server.url, weight_sync_dir=str(tmp_path))
     trainer = asynchronous.AgesTrainer(
         str(TINY_MODEL),
-        arithmetic_reward,
+        distinct_characters,  # which differs within a group, so that every step moves the weights
         args,
         train_dataset=asynchronous.training_problems(0, 64),
         processing_class=tokenizer,
