@@ -560,6 +560,9 @@ def test_the_page_is_what_its_raw_lines_say():
     made = [each for each in asked if any(each.lines.values())]
     tables |= {each.sweep.name: each.table() for each in made if each.sweep.pairs or each.sweep.name in shown}
     tables["pairs"] = pairs_table(asked)
+    # A family of its own: its pairs are corrected among themselves.
+    lag = lines_of_sweeps(load_study(second, ["confirmed_lag"]), read_lines(second / "confirmed_lag.jsonl"))
+    tables |= {"confirmed_lag": lag[0].table(), "confirmed_lag, pairs": pairs_table(lag)}
     of_asynchronous = (ROOT / "scripts" / "study" / "asynchronous.jsonl").read_text().splitlines()
     tables["asynchronous"] = asynchronous.table([json.loads(line) for line in of_asynchronous])
     assert {"headline", "headline, compared"} <= shown.keys()
