@@ -48,7 +48,7 @@ def test_what_is_said_wins_over_the_recipe(recipe, tmp_path):
     config = DCGRPOConfig(str(tmp_path), recipe=recipe, **engine, **said)
     assert said.items() <= fields_of(config).items()
     assert (config.lambda_init, config.lambda_max) == (2, 8)  # of this form, not of the recipe's
-    assert config.train_through_quantization == (recipe in ("format", "both"))
+    assert config.train_through_quantization == (recipe == "format")
 
 
 def test_a_recipe_is_no_field_that_was_given(tmp_path):
@@ -105,8 +105,8 @@ def test_fields_can_be_set_from_the_command_line(tmp_path):
         (config,) = HfArgumentParser(DCGRPOConfig).parse_args_into_dataclasses((usual + command).split())
         return config
 
-    config = parse("--recipe both --deployment_scheme fp8 --train_through_quantization false")
-    assert (config.constraint_form, config.train_through_quantization) == ("log_ratio", False)
+    config = parse("--recipe format --deployment_scheme fp8 --train_through_quantization false")
+    assert (config.loss_type, config.train_through_quantization) == ("grpo", False)
     for word, meaning in {"true": True, "all": True, "weights": "weights", "false": False}.items():
         config = parse(f"--deployment_scheme fp8 --train_through_quantization {word}")
         assert config.train_through_quantization == meaning

@@ -33,7 +33,7 @@ MACHINE = {"use_cpu": True, "bf16": False, "report_to": "none"}
 # Of a `DCGRPOConfig`, in a file of the command too.
 OF_A_RUN = """
 # --- a value that its field does not take
-recipe: gae | recipe='gae' 'trl' 'paper' 'lag' 'format' 'both'
+recipe: gae | recipe='gae' 'trl' 'paper' 'lag' 'format'
 constraint: dual | constraint='dual' 'none' 'static' 'lagrangian'
 constraint_target: engine | constraint_target='engine' 'all' 'lag'
 discrepancy_measure: kl | discrepancy_measure='kl' 'prob_diff' 'prob_ratio' 'log_prob'
@@ -153,9 +153,8 @@ vllm_server_base_urls: [x], COLOCATED | vllm_server_base_urls=['x'] 'colocate' '
 rollout_overlap: true | rollout_overlap=True use_vllm=False use_vllm=True 'server'
 rollout_overlap: true, COLOCATED | rollout_overlap=True vllm_mode='colocate' 'server'
 score_centering_top_k: 8 | score_centering_top_k=8 score_centering=False score_centering=True
-recipe: both, deployment_scheme: fp8, constraint: none, constraint_form: quadratic | constraint_form= constraint='none'
 recipe: format, deployment_scheme: fp8, constraint: none, constraint_form: quadratic | constraint_form= 'none'
-recipe: lag, deployment_scheme: fp8, constraint: none, constraint_form: quadratic | constraint_form= 'none'
+recipe: lag, deployment_scheme: fp8, constraint: none, constraint_form: quadratic | constraint_form= constraint='none'
 recipe: paper, deployment_scheme: fp8, constraint: none, constraint_form: quadratic | constraint_form= 'none'
 # --- contradictions
 lambda_init: 2.0 | lambda_init=2.0 lambda_min=0.0 lambda_max=1.0
@@ -163,8 +162,6 @@ lambda_max: 0.05, lambda_min: 0.5 | lambda_max=0.05 lambda_min=0.5 below
 lambda_min: 0.5 | lambda_init=0.1 lambda_min=0.5
 discrepancy_split: true | discrepancy_split=True use_vllm=False deployment_scheme=None 'fp8' use_vllm=True
 recipe: format | recipe='format' deployment_scheme=None 'fp8'
-recipe: both | recipe='both' deployment_scheme=None 'fp8'
-recipe: both, train_through_quantization: true | recipe='both' deployment_scheme=None 'fp8'
 recipe: format, train_through_quantization: true | recipe='format' deployment_scheme=None 'fp8'
 ALIGNED, fp16: true | fp16=True train_through_quantization=True bf16=True
 ALIGNED, cast_lm_head_to_fp32: true | cast_lm_head_to_fp32=True train_through_quantization=True

@@ -245,7 +245,7 @@ def recommend(split: Split, kl: Estimate) -> list[str]:
     causes = sum(share.value for share in split.shares.values())
     found = []
     of_format = f"{causes / whole:.0%} of δ̄ is the number format and the arithmetic"
-    through = "train_through_quantization: true (recipe: format, or recipe: both where weights lag too)"
+    through = "train_through_quantization: true (recipe: format)"
     kept = f"An engine that adds up in another order than training keeps {floor:.2g}, whatever is set."
     if causes >= _LARGE * whole and floor >= whole / 2:
         order = f"another order of the float32 sums alone gives {floor / whole:.0%}"

@@ -10,15 +10,14 @@ from typing import Any, Literal
 from .fields import declared_default
 
 
-Recipe = Literal["trl", "paper", "lag", "format", "both"]
+Recipe = Literal["trl", "paper", "lag", "format"]
 
 # Where nothing is constrained: fields that the asynchronous trainer has too.
 UNCONSTRAINED = {"constraint": "none", "constraint_form": "injected", "constraint_target": "all"}
 _MEASURED = UNCONSTRAINED | {"train_through_quantization": False}
 # arXiv 2606.08779, with which docs/study.md compares all methods.
 _OBJECTIVE = {"epsilon": 0.24, "loss_type": "grpo", "vllm_importance_sampling_correction": False}
-_PULL = {"constraint": "static", "constraint_form": "log_ratio"}
-_ALIGNED = {"train_through_quantization": True}
+_PULL = {"constraint": "static", "constraint_form": "log_ratio", "constraint_target": "lag"}
 
 RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     # TRL's GRPO, with the mismatch measured. Where vLLM samples, TRL's importance sampling is on, unless something of
@@ -26,11 +25,10 @@ RECIPES: Mapping[Recipe, Mapping[str, Any]] = {
     "trl": _MEASURED | {"epsilon": 0.2, "loss_type": "dapo", "vllm_importance_sampling_correction": False},
     # DC-GRPO, arXiv 2606.08779.
     "paper": _MEASURED | _OBJECTIVE | {"constraint": "lagrangian"},
-    # What treats each cause: a pull on what the weights did since they sampled, and the deployed forward for a coarse
-    # number format. "both" pulls on what is left of the whole difference within that forward (docs/aligned.md).
-    "lag": _MEASURED | _OBJECTIVE | _PULL | {"constraint_target": "lag"},
-    "format": _MEASURED | _OBJECTIVE | _ALIGNED,
-    "both": _MEASURED | _OBJECTIVE | _PULL | _ALIGNED,
+    # What treats each cause: a pull on what the weights did since they sampled, which is enough where the format is
+    # coarse too, and the deployed forward, which removes a coarse format's mismatch.
+    "lag": _MEASURED | _OBJECTIVE | _PULL,
+    "format": _MEASURED | _OBJECTIVE | {"train_through_quantization": True},
 }
 
 # What a recipe decides: its own fields, and those that the form of the constraint fills in.

@@ -17,8 +17,8 @@ class TrainerFields:
     recipe: Recipe = setting(
         "trl",
         'Where the fields that are left open get their values. "trl": TRL\'s GRPOConfig, with constraint="none". '
-        '"paper": DC-GRPO (arXiv 2606.08779). "lag", "format" and "both": what docs/study.md found best for a sampler '
-        "whose weights lag, for a coarse number format, and for the two at once; see docs/settings.md.",
+        '"paper": DC-GRPO (arXiv 2606.08779). "lag" and "format": what docs/study.md found best for a sampler whose '
+        "weights lag, in a coarse number format too, and for a coarse number format alone; see docs/settings.md.",
     )
     # Open, so that the recipe fills them in.
     epsilon: Annotated[float | None, AT_LEAST_0] = setting(None, "Clip range of the policy ratio (not the tolerance).")
