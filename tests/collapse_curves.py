@@ -50,10 +50,7 @@ def collapse(rows, signal, onset, length, seed):
     rng = random.Random(-seed)
     metrics, factor = {
         "reward": (["reward"], rng.uniform(0, 0.4)),
-        "grad_norm": (["grad_norm"], rng.uniform(100, 1000)),
         "mismatch": (["discrepancy/mean", "discrepancy/log_ppl_abs_diff"], rng.uniform(15, 50)),
-        "entropy_low": (["entropy"], rng.uniform(0.001, 0.01)),
-        "entropy_high": (["entropy"], rng.uniform(30, 60)),
     }[signal]
     for step in range(onset, len(rows) + 1):
         share = min(1.0, (step - onset + 1) / length)

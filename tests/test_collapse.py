@@ -47,17 +47,11 @@ def test_reward_by_hand():
     assert rung(rows) == [("reward", 37, 0.39, 0.56, 18)]
 
 
-def test_gradient_norm_by_hand():
-    normal = [0.2, 0.25, 0.15] * 5  # median 0.2 throughout
-    assert rung(curve("grad_norm", normal + [1.9] * 20)) == []
-    assert rung(curve("grad_norm", normal + [2.1] * 20)) == [("grad_norm", 22, 2.1, 2.0, 13)]
-    # Below the clipping bound a gradient is applied as it is.
-    assert rung(curve("grad_norm", normal + [2.1] * 20), max_grad_norm=2.5) == []
-    # The usual level counts when it is below the early one: 8.0 at first, 0.2 for long.
-    alarms = rung(curve("grad_norm", [8.0] * 5 + [0.2] * 40 + [2.1] * 20))
-    assert [alarm[:2] for alarm in alarms] == [("grad_norm", 52)]
-    # A signal rings once, whatever follows.
-    assert len(rung(curve("grad_norm", (normal + [9.0] * 20) * 3 + [math.nan]))) == 1
+def test_a_noisy_reward_by_hand():
+    noisy = [0.55, 0.45] * 10
+    two_sigma = 2 * 0.1 / (0.6745 * math.sqrt(2))  # of differences of 0.1; it is more than 0.3 · 0.55
+    assert rung(curve("reward", noisy + [0.36, 0.35] * 4)) == []
+    assert rung(curve("reward", noisy + [0.33, 0.32] * 4)) == [("reward", 27, 0.33, 0.55 - two_sigma, 18)]
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -74,16 +68,11 @@ def test_mismatch_by_hand():
         assert jumped(metric, 1e-3, 4.9e-3) == []
         assert jumped(metric, 1e-3, 5.1e-3) == [("mismatch", 27, 5.1e-3, 5e-3, 18)]
         assert jumped(metric, 1e-3, 0.9e-4) == []  # a policy that becomes sure has less of it
-
-
-def test_entropy_by_hand():
-    assert jumped("entropy", 0.3, 0.021) == []  # above 0.02 nats
-    assert jumped("entropy", 0.1, 0.011) == []  # above a tenth
-    assert jumped("entropy", 0.3, 0.019) == [("entropy_low", 27, 0.019, 0.02, 18)]
-    assert jumped("entropy", 0.3, 0.0) == [("entropy_low", 27, 0.0, 0.02, 18)]
-    assert jumped("entropy", 0.2, 0.99) == []  # below 1 nat
-    assert jumped("entropy", 0.5, 1.4) == []  # below the triple
-    assert jumped("entropy", 0.5, 1.6) == [("entropy_high", 27, 1.6, 1.5, 18)]
+        # The usual level counts when it is below the early one: 8.0 at first, 0.2 for long.
+        alarms = rung(curve(metric, [8.0] * 5 + [0.2] * 40 + [1.1] * 20))
+        assert [alarm[:2] for alarm in alarms] == [("mismatch", 52)]
+        # A signal rings once, whatever follows.
+        assert len(rung(curve(metric, ([0.2] * 15 + [9.0] * 20) * 3 + [math.nan] * 9))) == 1
 
 
 def test_streaks_by_hand():
@@ -94,7 +83,7 @@ def test_streaks_by_hand():
     assert rung(unanimous) == [("no_signal", 23, 0.995, 0.99, 13)]
 
 
-@pytest.mark.parametrize("metric", ["reward", "grad_norm", "discrepancy/mean", "entropy"])
+@pytest.mark.parametrize("metric", ["reward", "discrepancy/mean"])
 @given(st.data())
 def test_spikes_shorter_than_half_a_window_do_not_ring(metric, data):
     values = [0.5] * 60
@@ -112,11 +101,11 @@ def test_missing_values_do_not_count(values):
         return [(a.signal, a.value, a.reference, a.threshold) for a in alarms_in(rows, window=3)]
 
     present = [value for value in values if value is not None]
-    for metric in ("reward", "discrepancy/mean", "entropy"):
+    for metric in ("reward", "discrepancy/mean"):
         assert signals(curve(metric, values)) == signals(curve(metric, present))
 
 
-@pytest.mark.parametrize("metric", ["reward", "discrepancy/mean", "entropy"])
+@pytest.mark.parametrize("metric", ["reward", "discrepancy/mean"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_known_counts_as_trouble(metric, value):
     assert alarms_in(curve(metric, [0.5] * 9 + [value] * 4 + [0.5] * 9), window=5) == []
@@ -124,17 +113,17 @@ def test_what_is_not_known_counts_as_trouble(metric, value):
 
 
 def test_a_policy_that_is_ruined_within_the_window_has_no_step_that_was_well():
-    """The rewards of the quickstart at ten times its rate; entropy rises later, and rings with a level of its own."""
+    """The rewards of the quickstart at ten times its rate; the mismatch rises later, from a level of its own."""
     rewards = [0.36, 0.06, 0.0, 0.0, 0.008, 0.0, 0.008] + [0.0] * 33
-    rows = [{"reward": reward, "entropy": 0.1 + 0.2 * step} for step, reward in enumerate(rewards)]
+    rows = [{"reward": reward, "discrepancy/mean": 0.001 + 0.002 * step} for step, reward in enumerate(rewards)]
     alarms = {alarm.signal: alarm for alarm in alarms_in(rows)}
     assert (alarms["reward"].step, alarms["reward"].reference) == (19, 0.36)
     assert [alarm.sound_until for alarm in alarms.values()] == [0] * len(alarms)
-    assert "entropy_high" in alarms
+    assert "mismatch" in alarms
     assert not any("all was well" in str(alarm) for alarm in alarms.values())
 
 
-@pytest.mark.parametrize("signal", ["reward", "grad_norm", "mismatch", "entropy_low", "entropy_high"])
+@pytest.mark.parametrize("signal", ["reward", "mismatch"])
 @pytest.mark.parametrize("length", [1, 20])
 def test_a_collapse_is_found_and_its_onset_with_it(signal, length):
     for seed in range(4):
@@ -151,8 +140,10 @@ def mean_reward(seed):
 
 
 def test_healthy_runs_hardly_ever_ring():
-    # docs/metrics.md: 25 of 1,000.
-    assert sum(bool(alarms_in(healthy_run(seed))) for seed in range(12)) <= 2
+    # docs/metrics.md: 65 of 1,000. A reward near 0 wanders by more than a third of itself.
+    healthy = [seed for seed in range(16) if mean_reward(seed) >= 0.3]
+    assert len(healthy) > 8
+    assert sum(bool(alarms_in(healthy_run(seed))) for seed in healthy) <= 1
 
 
 # --- in trainers -----------------------------------------------------------------------------------------------------

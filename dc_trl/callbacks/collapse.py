@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 _SMALLEST = sys.float_info.min
 
 # docs/metrics.md says what each of them means, and what to try first.
-SIGNALS = ("reward", "grad_norm", "mismatch", "entropy_low", "entropy_high", "lambda", "no_signal")
+SIGNALS = ("reward", "grad_norm", "mismatch", "lambda", "no_signal")
 
 
 class Alarm(NamedTuple):
@@ -53,10 +53,10 @@ class Alarm(NamedTuple):
         )
 
 
-# Of the values that a metric has had: reference, threshold, and how far its running median has gone from the one (0)
-# to the other (1).
+# Reference, threshold, and how far the running median has gone from the one (0) to the other (1).
 _Judgement = tuple[float, float, float]
-_Rule = Callable[[list[float], float], _Judgement]
+# Of the values that a metric has had, and of the running medians since there were enough of them.
+_Rule = Callable[[list[float], list[float]], _Judgement]
 
 
 class _Detector:
@@ -70,6 +70,7 @@ class _Detector:
         self._rule, self._window, self._length = rule, window, length
         self._steps: list[int] = []
         self._values: list[float] = []
+        self._medians: list[float] = []
         self.sound_until = self.beyond = self._half_way = 0
         self.judged = False  # whether there were logs enough
 
@@ -87,7 +88,8 @@ class _Detector:
             return None
         self.judged = True
         median = statistics.median(self._values[-self._window :])
-        reference, threshold, severity = self._rule(self._values, median)
+        self._medians.append(median)
+        reference, threshold, severity = self._rule(self._values, self._medians)
         self._half_way = 0 if severity < 0.5 else self._half_way + 1
         self.beyond = 0 if severity < 1 else self.beyond + 1
         if not self.beyond and not 0 < self._half_way <= 10 * self._window:
@@ -100,46 +102,41 @@ class _Detector:
 def _reward_drop(window: int) -> _Rule:
     """Judge the running median by its best, in units of the gain or level, and of the noise of a single log.
 
-    The first log, that of the policy as it began, counts too: a rate that is too high ruins it within the window.
+    The best is one that held for a window, as the drop has to. The first log, that of the policy as it began, counts
+    too: a rate that is too high ruins it within the window.
     """
-    medians: list[float] = []
+    held: list[float] = []
 
-    def judge(values: list[float], median: float) -> _Judgement:
-        medians.append(median)
-        best = max(values[0], *medians)
-        drop = max(CollapseMonitor.REWARD_SHARE * max(best - medians[0], abs(best)), 4 * noise_of(values))
-        return best, best - drop, (best - median) / drop if drop > 0 else 0.0
+    def judge(values: list[float], medians: list[float]) -> _Judgement:
+        held.append(min(medians[-window:]))
+        noise, found = noise_of(values), list[_Judgement]()
+        for best, margin in ((max(held), CollapseMonitor.NOISE), (values[0], CollapseMonitor.NOISE_OF_THE_FIRST)):
+            drop = max(CollapseMonitor.REWARD_SHARE * max(best - medians[0], abs(best)), margin * noise)
+            found.append((best, best - drop, (best - medians[-1]) / drop if drop > 0 else 0.0))
+        return max(found, key=lambda judgement: judgement[2])
 
     return judge
 
 
-def _level_change(window: int, factor: float, bound: float) -> _Rule:
-    """Judge the running median by the run's own level: up for a `factor` above 1, down for one below.
+def _mismatch_rise(values: list[float], medians: list[float]) -> _Judgement:
+    """Judge the running median by the run's own level.
 
-    The level is the median of the first window, or of all logs before the last window where that is further from the
-    threshold (`bound` at least): an early level out of the ordinary, or a long drift, does not hide a change.
+    The level is the first median, or that of all logs before the last window where that is lower: an early level out
+    of the ordinary, or a long drift, does not hide a rise.
     """
-    nearest, furthest = (min, max) if factor > 1 else (max, min)
-    early: list[float] = []
-
-    def judge(values: list[float], median: float) -> _Judgement:
-        if not early and median < _SMALLEST:
-            return 0.0, 0.0, 0.0
-        early.append(median)
-        # Zeros (no gradient, no measurement) say nothing about a level.
-        past = [value for value in values[:-window] if value >= _SMALLEST]
-        usual = statistics.median(past) if len(past) >= window else early[0]
-        reference = nearest(early[0], usual)
-        threshold = furthest(factor * reference, bound)
-        if median < _SMALLEST:
-            return reference, threshold, float(factor < 1)
-        return reference, threshold, math.log(median / reference) / math.log(threshold / reference)
-
-    return judge
+    # Zeros (no measurement) say nothing about a level.
+    measured = [median for median in medians if median >= _SMALLEST]
+    if medians[-1] < _SMALLEST:
+        return 0.0, 0.0, 0.0
+    window = len(values) - len(medians) + 1
+    past = [value for value in values[:-window] if value >= _SMALLEST]
+    level = min(measured[0], statistics.median(past)) if len(past) >= window else measured[0]
+    rise = math.log(medians[-1] / level) / math.log(CollapseMonitor.MISMATCH_RISE)
+    return level, CollapseMonitor.MISMATCH_RISE * level, rise
 
 
 def _condition(holds: Callable[[float], bool], limit: float) -> _Rule:
-    return lambda values, median: (limit, limit, float(holds(values[-1])))
+    return lambda values, medians: (limit, limit, float(holds(values[-1])))
 
 
 class CollapseMonitor:
@@ -153,7 +150,6 @@ class CollapseMonitor:
 
     Args:
         window: logs of the running median, at least 3.
-        max_grad_norm: the run's clipping bound ≥ 0; below it a gradient is applied as it is. 0: no clipping.
         lambda_max: the run's upper bound of λ > 0; None: λ is not adapted, and not watched.
         fp16: whether the run trains in float16 with a loss scale, whose search overflows now and then.
 
@@ -162,30 +158,22 @@ class CollapseMonitor:
     """
 
     REWARD_SHARE = 0.3  # of the reward's gain or level
-    GRAD_NORM_RISE = 10.0  # factors of a metric's own level
-    MISMATCH_RISE = 5.0
-    ENTROPY_RISE, ENTROPY_FALL = 3.0, 0.1
-    ENTROPY_HIGH, ENTROPY_LOW = 1.0, 0.02  # nats per token
+    NOISE, NOISE_OF_THE_FIRST = 2.0, 4.0  # standard deviations of the reward of a single log
+    MISMATCH_RISE = 5.0  # a factor of its own level
     NO_SPREAD = 0.99  # share of the groups
     MISMATCH = ("discrepancy/mean", "sampling/sampling_logp_difference/mean")  # ours, and that of TRL's trainers
 
-    def __init__(
-        self, window: int = 10, max_grad_norm: float = 1.0, lambda_max: float | None = None, fp16: bool = False
-    ):
+    def __init__(self, window: int = 10, lambda_max: float | None = None, fp16: bool = False):
         require_number("window", window, Range(least=3, whole=True))
         self._rung: set[str] = set()
         most = math.inf if lambda_max is None else lambda_max
-        medians = {
-            ("reward", "reward"): _reward_drop(window),
-            ("grad_norm", "grad_norm"): _level_change(window, self.GRAD_NORM_RISE, max_grad_norm),
-            **{("mismatch", name): _level_change(window, self.MISMATCH_RISE, 0.0) for name in self.MISMATCH},
-            ("entropy_low", "entropy"): _level_change(window, self.ENTROPY_FALL, self.ENTROPY_LOW),
-            ("entropy_high", "entropy"): _level_change(window, self.ENTROPY_RISE, self.ENTROPY_HIGH),
-        }
         # A log of several steps holds the mean of λ, which is rounded.
         pinned = _condition(lambda value: value >= most * (1 - 1e-9), most)
         without_spread = _condition(lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
-        self._levels = [_Detector(*names, rule, window, window) for names, rule in medians.items()]
+        self._levels = [
+            _Detector("reward", "reward", _reward_drop(window), window, window),
+            *(_Detector("mismatch", name, _mismatch_rise, window, window) for name in self.MISMATCH),
+        ]
         self._detectors = [
             *self._levels,
             _Detector("lambda", "lagrangian/lambda", pinned, 1, 2 * window),
@@ -255,7 +243,7 @@ class CollapseAlarmCallback(TrainerCallback):
         adapted = isinstance(args, DCGRPOConfig) and args.constraint == "lagrangian"
         adapted = adapted and args.lambda_lr > 0 and args.lambda_max > args.lambda_min
         lambda_max = args.lambda_max if adapted else None
-        self._new_monitor = partial(CollapseMonitor, window, args.max_grad_norm, lambda_max, args.fp16)
+        self._new_monitor = partial(CollapseMonitor, window, lambda_max, args.fp16)
         self._monitor = self._new_monitor()
         self._announced: set[str] = set()
         self._stop = stop

@@ -7,6 +7,9 @@ A run loses where the mean of its last three evaluations (greedy, deployed) is b
 probability that the signal of a run that will lose is above that of one that will not, ties counted half. Its 95 %
 interval comes from 500 draws of cells, because the seeds of a cell are alike. Above the threshold lie 5 % of the runs
 that do not lose. `--on` applies the thresholds of the first files to runs that had no part in them.
+
+The second table has the rules of the collapse alarm, and some that it does not have, on the means of twelfths. A drop
+of the reward is one from the best twelfth before, by 30 % and by a number of standard deviations of a single step.
 """
 
 import random
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from lines import PRIMARY, Line, read_lines
-from tables import Table
+from tables import NONE, Table
 
 from dc_trl.records.tables import markdown_table
 from dc_trl.settings.command_line import OptionParser, refused_in_one_line
@@ -54,6 +57,39 @@ SIGNALS: dict[str, Signal] = {
     "gradient norm": _curve("grad_norm"),
     "length": _curve("length"),
 }
+
+
+NOISE = 0.07  # standard deviation of a step's mean reward on this bench, of which histories have 0.06 to 0.09
+
+Change: TypeAlias = Callable[[Sequence[float]], bool]
+
+
+def _drop(deviations: float) -> Change:
+    def change(values: Sequence[float]) -> bool:
+        best = max(values[:-1])
+        return values[-1] <= best - max(0.3 * best, deviations * NOISE)
+
+    return change
+
+
+# Each by a curve, and by what its twelfths so far show.
+CHANGES: dict[str, tuple[str, Change]] = {
+    **{f"the reward falls by 30 % and {deviations} σ": ("reward", _drop(deviations)) for deviations in (1, 2, 3, 4)},
+    "δ̄ rises to 5 times its first": ("discrepancy", lambda values: values[-1] >= 5 * values[0]),
+    "the gradient norm rises to 10 times its first, and 1": (
+        "grad_norm",
+        lambda values: values[-1] >= max(10 * values[0], 1.0),
+    ),
+    "the entropy rises to 3 times its first, and 1 nat": (
+        "entropy",
+        lambda values: values[-1] >= max(3 * values[0], 1.0),
+    ),
+    "the entropy falls to a tenth of its first, and 0.02 nats": (
+        "entropy",
+        lambda values: values[-1] <= min(values[0] / 10, 0.02),
+    ),
+}
+ALARM = "the reward falls by 30 % and 2 σ"
 
 
 class Judged(NamedTuple):
@@ -127,6 +163,33 @@ def signs_table(lines: Sequence[Line], others: Sequence[Line]) -> Table:
     return ["signal", "mean over", "AUC", "threshold", "lost runs above it", "others above it"], rows
 
 
+def first_change(line: Line, curve: str, change: Change) -> int | None:
+    """Return the first twelfth, counted from 1, after which a curve shows a change; None where none does."""
+    values = [value for value in line.curves.get(curve, []) if value is not None]
+    return next((end for end in range(2, len(values) + 1) if change(values[:end])), None)
+
+
+def changes_table(lines: Sequence[Line]) -> Table:
+    """Return in how many runs of the shipped model each change shows, and how many steps after the start.
+
+    The noise is that of this model's task and batch.
+    """
+    runs = {True: list[Line](), False: list[Line]()}
+    for line in lines:
+        if (lost := loses(line)) is not None and "model_name_or_path" not in line.cell and "reward" in line.curves:
+            runs[lost].append(line)
+    falls = {line.key: first_change(line, *CHANGES[ALARM]) for line in runs[True]}
+    rows = []
+    for name, (curve, change) in CHANGES.items():
+        after = {line.key: at for line in runs[True] if (at := first_change(line, curve, change)) is not None}
+        sooner = sum(falls[key] is None or at < falls[key] for key, at in after.items())
+        others = sum(first_change(line, curve, change) is not None for line in runs[False])
+        twelfth = f"{statistics.median(after.values()):g}/12" if after else NONE
+        shares = [f"{found} of {len(runs[lost])}" for lost, found in ((True, len(after)), (False, others))]
+        rows.append([name, *shares, twelfth, str(sooner)])
+    return ["change", "lost runs", "others", "median, after", f"lost runs before, or without, {ALARM}"], rows
+
+
 def main() -> None:
     parser = OptionParser(__doc__)
     parser.add_argument("lines", type=Path, nargs="+", help="raw lines of runs")
@@ -137,7 +200,8 @@ def main() -> None:
         others = lines if args.on is None else read_lines(args.on)
         known = [loses(line) for line in others]
         print(f"{len(known) - known.count(None)} runs, of which {known.count(True)} lose\n")
-        print(markdown_table(*signs_table(lines, others)), end="")
+        print(markdown_table(*signs_table(lines, others)))
+        print(markdown_table(*changes_table(others)), end="")
 
 
 if __name__ == "__main__":

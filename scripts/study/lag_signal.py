@@ -14,6 +14,8 @@ Its gradient is that of the pull λ·x·∇ log p at λ 0.5, over the norm of th
 
 import tempfile
 from collections import defaultdict
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import sequences
@@ -156,7 +158,8 @@ def measured(args: Any, scheme: str, rate: float, seed: int) -> list[list[Any]]:
             ages=args.ages,
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        with redirect_stdout(StringIO()):  # the verdict on a run of a few steps
+            trainer.train()
         return trainer.rows
 
 

@@ -12,12 +12,13 @@ import time
 from collections import Counter
 from dataclasses import fields
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from comparisons import SIGNIFICANCE, confidence_interval, holm, paired_t_test, sign_flip_p_value
-from early_signs import Judged, auc, share_above, signs_table, threshold
+from early_signs import CHANGES, Judged, auc, changes_table, first_change, share_above, signs_table, threshold
 from figures import draw_mismatch, draw_sweep
 from first_order import DIRECTIONS, first_order, sampled_batch
 from hypothesis import given
@@ -589,10 +590,25 @@ def test_signals_are_ranked_by_pairs_of_runs(found):
     assert share_above(runs, threshold(runs), lost=False) <= 0.05
 
 
+def test_changes_of_a_curve_by_hand():
+    def line(**curves):
+        return SimpleNamespace(curves=curves)
+
+    fall = CHANGES["the reward falls by 30 % and 2 σ"]
+    assert first_change(line(reward=[0.3, 0.5, None, 0.37, 0.35]), *fall) == 4
+    assert first_change(line(reward=[0.3, 0.35, 0.22]), *fall) is None  # by 0.13, and 2 σ are 0.14
+    assert first_change(line(reward=[0.9, 0.64]), *fall) is None  # by less than 30 %
+    entropy = CHANGES["the entropy falls to a tenth of its first, and 0.02 nats"]
+    assert first_change(line(entropy=[0.3, 0.021, 0.02]), *entropy) == 3
+    assert first_change(line(reward=[0.3]), *entropy) is None
+
+
 def test_the_early_signs_on_the_page_are_what_the_raw_lines_say():
     study = ROOT / "scripts" / "study"
     lines = [*read_lines(ROOT / "docs" / "study.jsonl"), *read_lines(study / "second_part" / "lines.jsonl")]
-    assert markdown_table(*signs_table(lines, lines)) in (study / "RESULTS.md").read_text()
+    page = (study / "RESULTS.md").read_text()
+    assert markdown_table(*signs_table(lines, lines)) in page
+    assert markdown_table(*changes_table(lines)) in page
 
 
 def test_the_page_of_the_real_model_is_what_its_raw_lines_say():
