@@ -47,6 +47,12 @@ def test_reward_by_hand():
     assert rung(rows) == [("reward", 37, 0.39, 0.56, 18)]
 
 
+def test_a_best_reward_has_to_hold_for_a_window():
+    for held, expected in ((4, []), (5, ["reward"])):  # so long is the median 0.8, too
+        rows = curve("reward", [0.2] * 5 + [0.8] * held + [0.5] * 20)
+        assert [alarm[0] for alarm in rung(rows)] == expected
+
+
 def test_a_noisy_reward_by_hand():
     noisy = [0.55, 0.45] * 10
     two_sigma = 2 * 0.1 / (0.6745 * math.sqrt(2))  # of differences of 0.1; it is more than 0.3 · 0.55
