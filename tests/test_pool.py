@@ -240,7 +240,9 @@ OTHERS = {name: words for name, *words in (row.split(" | ") for row in OTHERS.st
     ("setting", "other"),
     [*(("one", other) for other in OTHERS), *product(["pool", "router"], ["scheme", "context"])],
 )
-def test_a_server_that_comes_back_as_another_one_is_not_used(stubs, weights, tmp_path, caplog, setting, other):
+def test_a_server_that_comes_back_as_another_one_is_not_used(
+    stubs, weights, no_pauses, tmp_path, caplog, setting, other
+):
     path, usual, changed, word = OTHERS[other]
     urls = [stub.url for stub in stubs]
     with stub_server(Router(urls)) as router:
@@ -370,5 +372,5 @@ def test_each_server_that_does_not_fit_or_is_not_up_is_named_when_the_trainer_is
     stubs[1].says = {"/server_info": (200, text)}
     words = [f"{stubs[1].url}: ", "--logprobs-mode raw_logprobs", "http://127.0.0.1:9 "]
     with refuses(ServerError, *words) as refused:
-        make_trainer(tmp_path, [*(stub.url for stub in stubs), "http://127.0.0.1:9"], vllm_server_timeout=5.0)
+        make_trainer(tmp_path, [*(stub.url for stub in stubs), "http://127.0.0.1:9"], vllm_server_timeout=2.0)
     assert stubs[0].url not in str(refused.value)
