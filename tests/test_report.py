@@ -40,6 +40,10 @@ def make_rows(steps=4, **metrics):
     ]
 
 
+# Of a report that has one panel, as drawing takes long.
+ONE_ROW = [{"step": 1, "reward": 0.5}]
+
+
 def make_run(folder, rows=None, settings=None, summary=None):
     folder.mkdir(parents=True)
     write_rows(folder / "history.jsonl", make_rows() if rows is None else rows)
@@ -264,7 +268,7 @@ def test_a_rate_is_shown_where_tokens_are_worked_on(tmp_path):
 
 def test_text_of_any_kind_stays_text(tmp_path):
     text = '"><img src=x onerror=alert(1)></style>&amp;{{ 7 * 7 }} <script>alert(1)<∕script> $\\frac{1 & ünï'
-    run = make_run(tmp_path / "run", settings={"run_name": text})
+    run = make_run(tmp_path / "run", ONE_ROW, {"run_name": text})
     reader = read_report(write_report(run, tmp_path / "report.html", title=text))
     assert reader.texts["title"] == reader.texts["h1"] == [text]
     assert row_of(reader, "run_name") == [text]
@@ -289,7 +293,7 @@ def test_what_is_no_run_is_refused_before_anything_is_written(tmp_path, prepare,
 
 
 def test_without_an_output_the_page_is_in_the_run(tmp_path, capsys):
-    run = make_run(tmp_path / "run")
+    run = make_run(tmp_path / "run", ONE_ROW)
     (run / "report.html").write_text("an older page")
     report_command.main([str(run)])
     assert read_report(run / "report.html").texts["h1"] == ["Run run"]
@@ -360,7 +364,7 @@ def test_settings_are_json_without_secrets(tmp_path):
 
 def test_a_report_needs_no_engine_and_no_trainer(tmp_path):
     """A run without a summary has the default seed."""
-    run = make_run(tmp_path / "a", settings={"max_steps": 4, "loss_type": "grpo"})
+    run = make_run(tmp_path / "a", ONE_ROW, {"max_steps": 4, "loss_type": "grpo"})
     code = (
         "import sys; sys.argv = ['dc-trl', 'report', *sys.argv[1:]]; import runpy;"
         "runpy.run_module('dc_trl', run_name='__main__');"
