@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dc_trl.sampling.vllm_backends import connect
-from dc_trl.serving import connection as connection_module
 from dc_trl.serving.client import RolloutSeeds, ServerClient, Weights
 from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerError
@@ -37,12 +36,6 @@ def stubs():
 @pytest.fixture
 def lines():
     return []
-
-
-@pytest.fixture
-def no_pauses(monkeypatch):
-    """Nothing waits between two tries."""
-    monkeypatch.setattr(connection_module, "pause", lambda seconds: None)
 
 
 def make_pool(stubs, lines, fits=lambda client: None, router=None, **patience):
