@@ -284,7 +284,7 @@ def test_a_server_that_serves_something_else_is_refused(fp8_server, tmp_path, sc
 
 
 def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
-    options = ["--engine", "replica:bf16", "replica:int4", "--samples", "2", "--limit", "32"]
+    options = ["--engine", "replica:bf16", "replica:int4", "--samples", "2", "--limit", "8"]
     output = script(*OF_TINY, *options, "--max_tokens", "48", "--output", tmp_path)
     assert "second is" in output
     for scheme in ("bf16", "int4"):
