@@ -10,14 +10,9 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import pytest
-import torch
 from hypothesis import settings
 
-from tests.helpers import make_tokenizer
-from tests.vllm_server import Serve
 
-
-torch.set_num_threads(1)
 # Speed belongs in benchmarks: two cores that also serve a model are slow now and then.
 settings.register_profile("dc_trl", deadline=None)
 settings.load_profile("dc_trl")
@@ -34,6 +29,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    # Imported where tests are collected: the process that hands them to others needs no engine, which takes seconds.
+    import torch
+
+    torch.set_num_threads(1)
     # accelerate collects garbage whenever a training begins. In all that the tests import there is none, and looking
     # through it takes half a second each time, most of what a training of the tests takes.
     gc.collect()
@@ -42,16 +41,26 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from tests.helpers import make_tokenizer
+
     return make_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def fp8_server(tmp_path_factory):
     """The tiny model in FP8, served by dc-trl serve for the whole session; `url` is its address."""
+    from tests.vllm_server import Serve
+
     server = Serve(tmp_path_factory.mktemp("fp8_server"), "--scheme", "fp8", "--max_model_len", "256")
     server.url = server.url()
     yield server
     server.end()
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    """Nothing waits between two tries."""
+    monkeypatch.setattr("dc_trl.serving.connection.pause", lambda seconds: None)
 
 
 @pytest.fixture

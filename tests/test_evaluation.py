@@ -159,20 +159,17 @@ def test_an_evaluation_against_rewards_counted_by_hand(replica, tokenizer, tmp_p
     assert (tmp_path / "results.1.json").read_text() == of_another
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"sampling": Sampling(48, 1.0)}, ["temperature=1.0", "temperature=0.7"]),
-        ({"settings": {"weights": "others"}}, ["weights='others'", "weights=None"]),
-        ({"limit": 3}, ["problems="]),
-    ],
-)
-def test_samples_of_another_evaluation_are_refused(replica, tokenizer, tmp_path, change, words):
+def test_samples_of_another_evaluation_are_refused(replica, tokenizer, tmp_path):
     engine = ReplicaEngine(replica, tokenizer)
-    run(engine, tmp_path, [Benchmark.load("arithmetic", samples=1, limit=2)])
-    limit = change.pop("limit", 2)
-    with refuses(ValueError, *words, "output"):
-        run(engine, tmp_path, [Benchmark.load("arithmetic", samples=1, limit=limit)], **change)
+    two, three = ([Benchmark.load("arithmetic", samples=1, limit=limit)] for limit in (2, 3))
+    run(engine, tmp_path, two)
+    for problems, change, words in (
+        (two, {"sampling": Sampling(48, 1.0)}, ["temperature=1.0", "temperature=0.7"]),
+        (two, {"settings": {"weights": "others"}}, ["weights='others'", "weights=None"]),
+        (three, {}, ["problems="]),
+    ):
+        with refuses(ValueError, *words, "output"):
+            run(engine, tmp_path, problems, **change)
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
@@ -287,7 +284,7 @@ def test_a_server_that_serves_something_else_is_refused(fp8_server, tmp_path, sc
 
 
 def test_the_script_by_the_replica_compares_two_schemes(tmp_path, script):
-    options = ["--engine", "replica:bf16", "replica:int4", "--samples", "2", "--limit", "32"]
+    options = ["--engine", "replica:bf16", "replica:int4", "--samples", "2", "--limit", "8"]
     output = script(*OF_TINY, *options, "--max_tokens", "48", "--output", tmp_path)
     assert "second is" in output
     for scheme in ("bf16", "int4"):

@@ -59,7 +59,7 @@ def make_trainer(url, output_dir, **options):
     return helpers.make_trainer(output_dir, make_model(64), **at_server(url) | options)
 
 
-def test_first_requests_that_break_are_sent_again(tmp_path):
+def test_first_requests_that_break_are_sent_again(tmp_path, no_pauses):
     paths = ("/v1/models", "/server_info", "/collective_rpc")
     with stub_server() as server:
         server.failures = dict.fromkeys(paths, 1)

@@ -1,5 +1,7 @@
 """The length-decay learning rate within trainers: ours, TRL's, and resumed."""
 
+from pathlib import Path
+
 import pytest
 from PIL import Image
 from transformers import TrainerCallback
@@ -72,28 +74,30 @@ def test_any_trainer_trains_at_the_fixed_schedule(tmp_path, kind):
     assert steps_of(trainer.state.log_history) == steps_of(trainer.state.log_history, "reward")
 
 
-def test_the_surge_is_found_logged_and_drawn(tmp_path):
-    trainer = make_trainer(tmp_path, curve=SURGE_AT_16, max_steps=32)
+def surging(output_dir, resume_from=None):
+    trainer = make_trainer(output_dir, curve=SURGE_AT_16, max_steps=32, save_steps=10)
     trainer.add_callback(LengthDecayCallback(trainer))
-    trainer.train()
-    assert decays(trainer.state.log_history) == [(20, "surge_step", 16), (20, "period", 29)]
-    assert logged(trainer, "learning_rate") == pytest.approx([0.01] * 28 + [0.005] * 4)
-    with Image.open(tmp_path / "run.png") as figure:
+    trainer.train(resume_from)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return surging(tmp_path_factory.mktemp("whole"))
+
+
+def test_the_surge_is_found_logged_and_drawn(whole):
+    assert decays(whole.state.log_history) == [(20, "surge_step", 16), (20, "period", 29)]
+    assert logged(whole, "learning_rate") == pytest.approx([0.01] * 28 + [0.005] * 4)
+    with Image.open(Path(whole.args.output_dir, "run.png")) as figure:
         assert figure.height == 5 * 300  # two panels more than without length decay
 
 
-@pytest.mark.parametrize("cut", [20, *(pytest.param(cut, marks=pytest.mark.long) for cut in (12, 30))])
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, cut):
+@pytest.mark.parametrize("cut", [20, *(pytest.param(cut, marks=pytest.mark.long) for cut in (10, 30))])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, whole, cut):
     """Before the surge, when it is just found and not logged yet, and after a halving."""
-    options = {"curve": SURGE_AT_16, "save_steps": cut}
-    whole = make_trainer(tmp_path / "whole", max_steps=32, **options)
-    whole.add_callback(LengthDecayCallback(whole))
-    whole.train()
-    resumed = make_trainer(tmp_path / "resumed", max_steps=32, **options)
-    resumed.add_callback(LengthDecayCallback(resumed))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{cut}"))
+    resumed = surging(tmp_path, f"{whole.args.output_dir}/checkpoint-{cut}")
     assert decays(resumed.state.log_history) == decays(whole.state.log_history)
-    assert len(decays(whole.state.log_history)) == 2
     for name in ("learning_rate", "loss", "grad_norm"):
         assert logged(resumed, name) == logged(whole, name)
     assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()

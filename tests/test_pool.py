@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from dc_trl.sampling.vllm_backends import connect
-from dc_trl.serving import connection as connection_module
 from dc_trl.serving.client import RolloutSeeds, ServerClient, Weights
 from dc_trl.serving.connection import Patience
 from dc_trl.serving.errors import ServerError
@@ -37,12 +36,6 @@ def stubs():
 @pytest.fixture
 def lines():
     return []
-
-
-@pytest.fixture
-def no_pauses(monkeypatch):
-    """Nothing waits between two tries."""
-    monkeypatch.setattr(connection_module, "pause", lambda seconds: None)
 
 
 def make_pool(stubs, lines, fits=lambda client: None, router=None, **patience):
@@ -240,7 +233,9 @@ OTHERS = {name: words for name, *words in (row.split(" | ") for row in OTHERS.st
     ("setting", "other"),
     [*(("one", other) for other in OTHERS), *product(["pool", "router"], ["scheme", "context"])],
 )
-def test_a_server_that_comes_back_as_another_one_is_not_used(stubs, weights, tmp_path, caplog, setting, other):
+def test_a_server_that_comes_back_as_another_one_is_not_used(
+    stubs, weights, no_pauses, tmp_path, caplog, setting, other
+):
     path, usual, changed, word = OTHERS[other]
     urls = [stub.url for stub in stubs]
     with stub_server(Router(urls)) as router:
@@ -370,5 +365,5 @@ def test_each_server_that_does_not_fit_or_is_not_up_is_named_when_the_trainer_is
     stubs[1].says = {"/server_info": (200, text)}
     words = [f"{stubs[1].url}: ", "--logprobs-mode raw_logprobs", "http://127.0.0.1:9 "]
     with refuses(ServerError, *words) as refused:
-        make_trainer(tmp_path, [*(stub.url for stub in stubs), "http://127.0.0.1:9"], vllm_server_timeout=5.0)
+        make_trainer(tmp_path, [*(stub.url for stub in stubs), "http://127.0.0.1:9"], vllm_server_timeout=2.0)
     assert stubs[0].url not in str(refused.value)

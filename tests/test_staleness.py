@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,13 +137,21 @@ def measure(trainer):
     trainer.add_callback(On("on_step_end", lambda state, **_: trainer.deployed_completion_ids([[20, 21, 22]])))
 
 
-def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_own(tmp_path):
-    plain = make_trainer(tmp_path / "plain")
+KILLED = {"save_steps": 1, "lambda_lr": 0.5}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    trainer = make_trainer(tmp_path_factory.mktemp("whole"), **KILLED)
+    measure(trainer)
+    trainer.train()
+    return trainer
+
+
+def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_own(tmp_path, whole):
+    plain = make_trainer(tmp_path / "plain", lambda_lr=KILLED["lambda_lr"])
     plain.train()
-    measured = make_trainer(tmp_path / "measured")
-    measure(measured)
-    measured.train()
-    assert untimed_rows(measured) == untimed_rows(plain)
+    assert untimed_rows(whole) == untimed_rows(plain)
 
     weights = watched(tmp_path / "evaluated", **EVALUATED)
     assert set(weights.evaluated) == {3, 6, 9, 10}
@@ -167,17 +176,13 @@ def test_the_correction_gets_the_age_of_each_batch(tmp_path, batches):
 
 
 @pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.long) for step in (4, 6))])
-def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_path, step):
+def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_path, whole, step):
     """Bit for bit; also where the engine held the weights of an evaluation when the run was saved."""
-    options = {"save_steps": 1, "lambda_lr": 0.5}
-    whole = make_trainer(tmp_path, **options)
-    measure(whole)
-    whole.train()
-    checkpoint = tmp_path / f"checkpoint-{step}"
+    checkpoint = Path(whole.args.output_dir, f"checkpoint-{step}")
     kept = read_json(checkpoint / "dc_grpo_state.json")["weight_sync"]["kept"]
     assert kept == (checkpoint / "sampler").exists()
     assert kept == (step % 4 != 0)  # where new ones are due, the checkpoint's own will do
-    resumed = make_trainer(tmp_path / "resumed", **options)
+    resumed = make_trainer(tmp_path, **KILLED)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert untimed_rows(resumed, step) == untimed_rows(whole, step)
     assert_same_weights(resumed.model, whole.model)
@@ -295,7 +300,7 @@ def test_a_tall_model_is_judged_by_the_lag_alone(tmp_path, caplog, learning_rate
         weight_sync_steps=2,
         max_steps=2,
         learning_rate=learning_rate,
-        per_device_train_batch_size=16,
+        per_device_train_batch_size=8,
         **remedy,
     )
     trainer.train()

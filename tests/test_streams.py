@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 from datasets import DatasetDict, IterableDataset, IterableDatasetDict
 
-from dc_trl import HistoryCallback
 from dc_trl.callbacks.before_and_after import BeforeAndAfter
 
 from . import helpers
@@ -31,8 +30,8 @@ class Asked:
 
 def make_trainer(output_dir, train, held_out=None, **fields):
     asked = Asked()
-    options = {"train_dataset": train, "eval_dataset": held_out, "callbacks": [HistoryCallback()]}
-    options |= {"deployment_scheme": "bf16", "num_generations_eval": 2}
+    options = {"train_dataset": train, "eval_dataset": held_out, "deployment_scheme": "bf16"}
+    options |= {"num_generations_eval": 2}
     return helpers.make_trainer(output_dir, None, asked, **options | fields), asked
 
 

@@ -19,7 +19,7 @@ from dc_trl.records.verdict import verdict_of
 from .helpers import On, make_prompts, make_trainer, read_json
 
 
-def trained(output_dir, held_out=8, between=False, reward=None, **fields):
+def trained(output_dir, held_out=2, between=False, reward=None, **fields):
     """A trainer that was trained, and its summary."""
     trainer = make_trainer(
         output_dir,

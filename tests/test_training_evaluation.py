@@ -22,7 +22,7 @@ from .helpers import (
 
 
 def tiny_trainer(output_dir, reward=None, **overrides):
-    options = {"deployment_scheme": "fp8", "max_completion_length": 48, "eval_dataset": make_prompts(4)} | overrides
+    options = {"deployment_scheme": "fp8", "max_completion_length": 24, "eval_dataset": make_prompts(4)} | overrides
     return make_trainer(output_dir, tiny_model(), reward, **options)
 
 
@@ -32,7 +32,7 @@ def test_two_processes_evaluate_as_one(tmp_path):
     trainer = tiny_trainer(tmp_path / "one", distinct_characters)
     expected = greedy_rewards(trainer, make_prompts(11), 4)
     options = {"output_dir": str(tmp_path / "two"), "max_steps": 1, "benchmark": 11, "use_cpu": True}
-    options |= {"per_device_train_batch_size": 2, "deployment_scheme": "fp8", "max_completion_length": 48}
+    options |= {"per_device_train_batch_size": 2, "deployment_scheme": "fp8", "max_completion_length": 24}
     succeed([*TWO_PROCESSES, "-m", "tests.worker", json.dumps(options)])
     assert len(expected) == 11
     assert sorted(read_json(tmp_path / "two" / "greedy.json")) == pytest.approx(sorted(expected))

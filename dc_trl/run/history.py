@@ -98,7 +98,8 @@ class HistoryCallback(TrainerCallback):
                 append_json(self._history, {"step": step, f"{ENDED}{what}": 1.0})
 
     def on_save(self, args, state, control, **kwargs):
-        if time.monotonic() >= self._draws_from:
+        # The end of the training draws, too.
+        if time.monotonic() >= self._draws_from and not control.should_training_stop:
             self.on_train_end(args, state, control)
 
     def on_train_end(self, args, state, control, **kwargs):

@@ -71,6 +71,7 @@ def test_activations_are_those_that_autograd_keeps(model, dtype):
     assert abs(row.error) < 0.03, row
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says the peak of a step")
 def test_the_peak_of_a_real_step():
     """The plan is a lower bound for a model of 3 MB: the C library keeps freed blocks, and backward has buffers."""
