@@ -157,6 +157,8 @@ def test_the_lag_of_a_second_training_is_its_own(tmp_path):
 
 
 ENGINES = {
+    "bf16": {"deployment_scheme": "bf16"},
+    "fp8": {"deployment_scheme": "fp8"},
     "int3": {},
     "aligned": {"deployment_scheme": "fp8", "train_through_quantization": True},
     "mixed precision": {"deployment_scheme": "fp8", "bf16": True},
