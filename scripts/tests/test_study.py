@@ -564,6 +564,8 @@ def test_the_page_is_what_its_raw_lines_say():
     # A family of its own: its pairs are corrected among themselves.
     lag = lines_of_sweeps(load_study(second, ["confirmed_lag"]), read_lines(second / "confirmed_lag.jsonl"))
     tables |= {"confirmed_lag": lag[0].table(), "confirmed_lag, pairs": pairs_table(lag)}
+    ten_seeds = [line for name in ("lag", "default") for line in read_lines(second / f"confirmed_{name}.jsonl")]
+    tables["confirmed_default"] = lines_of_sweeps(load_study(second, ["confirmed_default"]), ten_seeds)[0].table()
     of_asynchronous = (ROOT / "scripts" / "study" / "asynchronous.jsonl").read_text().splitlines()
     tables["asynchronous"] = asynchronous.table([json.loads(line) for line in of_asynchronous])
     assert {"headline", "headline, compared"} <= shown.keys()
