@@ -365,5 +365,5 @@ def test_each_server_that_does_not_fit_or_is_not_up_is_named_when_the_trainer_is
     stubs[1].says = {"/server_info": (200, text)}
     words = [f"{stubs[1].url}: ", "--logprobs-mode raw_logprobs", "http://127.0.0.1:9 "]
     with refuses(ServerError, *words) as refused:
-        make_trainer(tmp_path, [*(stub.url for stub in stubs), "http://127.0.0.1:9"], vllm_server_timeout=2.0)
+        make_trainer(tmp_path, [*(stub.url for stub in stubs), "http://127.0.0.1:9"], vllm_server_timeout=5.0)
     assert stubs[0].url not in str(refused.value)
