@@ -30,8 +30,12 @@ class Asked:
 
 def make_trainer(output_dir, train, held_out=None, **fields):
     asked = Asked()
-    options = {"train_dataset": train, "eval_dataset": held_out, "deployment_scheme": "bf16"}
-    options |= {"num_generations_eval": 2}
+    options = {
+        "train_dataset": train,
+        "eval_dataset": held_out,
+        "deployment_scheme": "bf16",
+        "num_generations_eval": 2,
+    }
     return helpers.make_trainer(output_dir, None, asked, **options | fields), asked
 
 

@@ -118,19 +118,19 @@ def _reward_drop(window: int) -> _Rule:
     return judge
 
 
-def _mismatch_rise(values: list[float], medians: list[float]) -> _Judgement:
+def _mismatch_rise(window: int, values: list[float], medians: list[float]) -> _Judgement:
     """Judge the running median by the run's own level.
 
     The level is the first median, or that of all logs before the last window where that is lower: an early level out
     of the ordinary, or a long drift, does not hide a rise.
     """
     # Zeros (no measurement) say nothing about a level.
-    measured = [median for median in medians if median >= _SMALLEST]
     if medians[-1] < _SMALLEST:
         return 0.0, 0.0, 0.0
-    window = len(values) - len(medians) + 1
+    level = next(median for median in medians if median >= _SMALLEST)
     past = [value for value in values[:-window] if value >= _SMALLEST]
-    level = min(measured[0], statistics.median(past)) if len(past) >= window else measured[0]
+    if len(past) >= window:
+        level = min(level, statistics.median(past))
     rise = math.log(medians[-1] / level) / math.log(CollapseMonitor.MISMATCH_RISE)
     return level, CollapseMonitor.MISMATCH_RISE * level, rise
 
@@ -172,7 +172,7 @@ class CollapseMonitor:
         without_spread = _condition(lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
         self._levels = [
             _Detector("reward", "reward", _reward_drop(window), window, window),
-            *(_Detector("mismatch", name, _mismatch_rise, window, window) for name in self.MISMATCH),
+            *(_Detector("mismatch", name, partial(_mismatch_rise, window), window, window) for name in self.MISMATCH),
         ]
         self._detectors = [
             *self._levels,

@@ -12,6 +12,7 @@ The second table has the rules of the collapse alarm, and some that it does not 
 of the reward is one from the best twelfth before, by 30 % and by a number of standard deviations of a single step.
 """
 
+import math
 import random
 import statistics
 from bisect import bisect_left, bisect_right
@@ -178,14 +179,17 @@ def changes_table(lines: Sequence[Line]) -> Table:
     for line in lines:
         if (lost := loses(line)) is not None and "model_name_or_path" not in line.cell and "reward" in line.curves:
             runs[lost].append(line)
-    falls = {line.key: first_change(line, *CHANGES[ALARM]) for line in runs[True]}
+    shown = {
+        (name, lost): {line.key: at for line in runs[lost] if (at := first_change(line, *change)) is not None}
+        for name, change in CHANGES.items()
+        for lost in runs
+    }
     rows = []
-    for name, (curve, change) in CHANGES.items():
-        after = {line.key: at for line in runs[True] if (at := first_change(line, curve, change)) is not None}
-        sooner = sum(falls[key] is None or at < falls[key] for key, at in after.items())
-        others = sum(first_change(line, curve, change) is not None for line in runs[False])
+    for name in CHANGES:
+        after = shown[name, True]
+        sooner = sum(at < shown[ALARM, True].get(key, math.inf) for key, at in after.items())
         twelfth = f"{statistics.median(after.values()):g}/12" if after else NONE
-        shares = [f"{found} of {len(runs[lost])}" for lost, found in ((True, len(after)), (False, others))]
+        shares = [f"{len(shown[name, lost])} of {len(runs[lost])}" for lost in runs]
         rows.append([name, *shares, twelfth, str(sooner)])
     return ["change", "lost runs", "others", "median, after", f"lost runs before, or without, {ALARM}"], rows
 
