@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import trl.trainer.utils
 from transformers import GenerationConfig, TrainerCallback
 
 from dc_trl import DCGRPOTrainer
@@ -78,5 +79,15 @@ def policy_completions(
     return sequences[:, padded["input_ids"].shape[1] :].tolist()
 
 
+def score_completions_only() -> None:
+    """Make TRL leave prompts out of the head on CPUs too, as it does on GPUs.
+
+    TRL 1.16 applies the head to every position where Triton is missing, to keep shapes constant for compilers. With
+    SmolLM2's 49,152 tokens and prompts four times as long as completions, that is a third of a step.
+    """
+    trl.trainer.utils._use_triton = lambda device: True  # read by the fused head for this choice alone
+
+
 if __name__ == "__main__":
+    score_completions_only()
     sys.exit(train(sys.argv[1:], TrainedPolicyCallback))
