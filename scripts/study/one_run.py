@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import trl.trainer.utils
+from shared_prompts import SharedPrompts
 from transformers import GenerationConfig, TrainerCallback
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.command.train import train
+
+
+_LARGE = 10_000  # tokens of a vocabulary
 
 
 class TrainedPolicyCallback(TrainerCallback):
@@ -79,15 +82,12 @@ def policy_completions(
     return sequences[:, padded["input_ids"].shape[1] :].tolist()
 
 
-def score_completions_only() -> None:
-    """Make TRL leave prompts out of the head on CPUs too, as it does on GPUs.
-
-    TRL 1.16 applies the head to every position where Triton is missing, to keep shapes constant for compilers. With
-    SmolLM2's 49,152 tokens and prompts four times as long as completions, that is a third of a step.
-    """
-    trl.trainer.utils._use_triton = lambda device: True  # read by the fused head for this choice alone
+def measured(trainer: DCGRPOTrainer) -> TrainedPolicyCallback:
+    """Return the callback of a run, whose forwards share prompts where that pays; the toy's runs keep their bits."""
+    if trainer.model.config.vocab_size > _LARGE:
+        trainer.parts.insert(0, SharedPrompts(trainer))
+    return TrainedPolicyCallback(trainer)
 
 
 if __name__ == "__main__":
-    score_completions_only()
-    sys.exit(train(sys.argv[1:], TrainedPolicyCallback))
+    sys.exit(train(sys.argv[1:], measured))
