@@ -1,8 +1,8 @@
-"""Makes a step of a large model cheaper on a CPU: each prompt is read once, and the head is applied to completions alone.
+"""Makes a step of a large model cheaper on a CPU: a prompt is read once, and the head is applied to completions alone.
 
-The completions of a group share their prompt, and TRL reads it again with each of them. Here a row holds a prompt but for
-its last token, and behind it a branch for each completion: that token and the completion but for its last one. A token sees
-the prompt and what is before it in its own branch, so the numbers are those of TRL's rows, up to rounding.
+The completions of a group share their prompt, and TRL reads it again with each of them. Here a row holds a prompt but
+for its last token, and behind it a branch for each completion: that token and the completion but for its last one. A
+token sees the prompt and what is before it in its own branch, so the numbers are those of TRL's rows, up to rounding.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class SharedPrompts(Part):
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        # TRL 1.16 applies the head to every position where Triton is missing, to keep shapes constant for compilers. The
-        # fused head reads this function for that choice alone; with SmolLM2's 49,152 tokens it is a third of a step.
+        # Where Triton is missing, TRL 1.16 applies the head to every position, to keep shapes constant for compilers:
+        # a third of a step with SmolLM2's 49,152 tokens. The fused head reads this function for that choice alone.
         trl.trainer.utils._use_triton = lambda device: True
 
     def forward(self, score, model, inputs, input_ids, attention_mask, logits_to_keep, **options):
@@ -41,7 +41,8 @@ class Packed:
     """Rows of completions, packed by their prompts.
 
     Args:
-        input_ids, attention_mask: prompts, padded on the left, and completions, padded on the right, shape (rows, P + T).
+        input_ids, attention_mask: prompts, padded on the left, and completions, padded on the right, shape (rows,
+            P + T).
         length: number T of columns of the completions.
 
     Attributes:
@@ -63,13 +64,11 @@ class Packed:
         self.labels = torch.cat([torch.full_like(prompts[:, :-1], -1), tokens[..., 1:].flatten(1)], dim=1)
         self.labels = self.labels.masked_fill(self.labels < 0, -100)
         self.ids = ids.clamp(min=0)  # what is masked is seen by none
+        # Which branch a token is in, −1 for the prompt, and its place in its own sequence.
         of_branch = torch.arange(branches, device=ids.device).repeat_interleave(length)
-        branch = torch.cat(
-            [of_branch.new_full((prompt - 1,), -1), of_branch]
-        )  # -1: the prompt, which all branches see
-        place = torch.cat([torch.arange(prompt - 1), prompt - 1 + torch.arange(length).repeat(branches)]).to(
-            ids.device
-        )
+        branch = torch.cat([of_branch.new_full((prompt - 1,), -1), of_branch])
+        in_branch = torch.arange(prompt - 1, prompt - 1 + length, device=ids.device)
+        place = torch.cat([torch.arange(prompt - 1, device=ids.device), in_branch.repeat(branches)])
         self.positions = place.expand_as(ids)
         before = place.unsqueeze(1) >= place
         same = (branch.unsqueeze(1) == branch) | (branch == -1)
