@@ -57,14 +57,9 @@ def write_json(path: Path, value: Any, durable: bool = False) -> None:
 
 
 def append_json(path: Path, value: Any) -> None:
-    """Append a value to a file as a line of JSON; see `append_text`."""
-    append_text(path, f"{json.dumps(value)}\n")
-
-
-def append_text(path: Path, text: str) -> None:
-    """Append to a file in UTF-8, which may not be a link; create the file if there is none."""
+    """Append a value as a line of JSON to a file, which may not be a link; create the file if there is none."""
     with open_in_place(path, os.O_WRONLY | os.O_APPEND) as file, _path_in_errors(path):
-        file.write(text.encode())
+        file.write(f"{json.dumps(value)}\n".encode())
 
 
 def open_in_place(path: Path, flags: int) -> BinaryIO:

@@ -1,13 +1,9 @@
 """`DCGRPOTrainer`: TRL's GRPO trainer with the discrepancy measured token by token, and constrained.
 
 TRL's hooks are here under TRL's names, in the order of a step. Each calls an object that the trainer holds: the engine
-that samples, the constraint, the parts that settings ask for, the run with its checkpoints. Nothing of TRL is copied;
-tests/hooks.md lists the private names, with the reason for each.
-
-When TRL has computed `old_per_token_logps` (the weights change within a generation batch), these are log π_train at
-the weights from before the first step on the batch, and the advantages (B,) are at once replaced by penalised ones of
-tokens, (B, T). When it has not, the weights stay the same until the batch is used up, and the loss's own forward gives
-the same numbers: the advantages are replaced between that forward and their first use. Neither takes a forward more.
+that samples, the constraint, the parts that settings ask for, the run with its checkpoints. What DC-GRPO does within a
+step is the first part, `parts/two_engines.py`. Nothing of TRL is copied; tests/hooks.md lists the private names, with
+the reason for each.
 
 TRL's `profiling_context` counts nested times twice, so a clock of our own is switched here. A GPU's remaining work is
 charged to the part that waits for it: the clock waits for the device where the host is about to wait anyway, at the
@@ -53,9 +49,8 @@ from .run.manifest import on_main_process
 from .run.progress import BRIEF
 from .run.resuming import given_rates, load_saved_weights, own_adapters, position_in_data
 from .run.training_run import TrainingRun
-from .sampled_tokens import SampledTokens
 from .sampling.deployed_policy import greedy_completion_ids, greedy_completions, weighted_rewards
-from .sampling.empty_completions import checked_rollouts, sampled_only
+from .sampling.empty_completions import checked_rollouts
 from .sampling.engines import build_sampler
 from .settings.paths import shipped
 
@@ -289,26 +284,21 @@ class DCGRPOTrainer(GRPOTrainer):
             self._inputs = {}
         for change in self.parts.at("batch"):
             change(batch)
-        compared = batch.pop("compared_logps", None)
-        if "sampling_per_token_logps" in batch and "old_per_token_logps" in batch:
-            self._constrain(batch, batch["old_per_token_logps"] if compared is None else compared)
-            if self.model.training:
-                self._wait_for_device("logps")
-                self._report("train")
+        if "old_per_token_logps" in batch:
+            for change in self.parts.at("compare"):
+                change(batch, batch["old_per_token_logps"])
         return batch
 
     def _generate(self, prompts):
         with self.clock.part("generation"):
-            self.sampler.begin_batch(prompts)
-            prompt_ids, completion_ids, tool_mask, completions, logprobs, *others = super()._generate(prompts)
-            self.sampler.end_batch(len(completion_ids))
-            self._require_logprobs(logprobs)
-            rollout = Rollout(prompt_ids, completion_ids, logprobs)
+            for act in self.parts.at("prompts"):
+                act(prompts)
+            prompt_ids, completion_ids, mask, completions, logprobs, *others = super()._generate(prompts)
+            rollout = Rollout(prompt_ids, completion_ids, logprobs, mask)
             for read in self.parts.at("rollout"):
                 read(rollout)
             self._inputs = rollout.columns
-            mask = sampled_only(completion_ids, tool_mask)
-            return prompt_ids, completion_ids, mask, completions, rollout.logprobs, *others
+            return prompt_ids, completion_ids, rollout.mask, completions, rollout.logprobs, *others
 
     def _tokenize_prompts(self, prompts):
         if self._limits is not None and self.environment_factories is None:
@@ -320,17 +310,7 @@ class DCGRPOTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         of_trl = partial(super()._generate_single_turn, prompt_ids, *args, **kwargs)
-        return self.parts.around("turn", partial(self.sampler.turn, of_trl, prompt_ids), prompt_ids)()
-
-    def _require_logprobs(self, logprobs: list | None) -> None:
-        """Refuse completions without log-probabilities where something needs them; otherwise warn."""
-        if logprobs is None and self.args.compared_by is not None:
-            raise ValueError(
-                f"{self.args.comparison} needs the rollouts' log-probabilities, and the engine returned none "
-                f"(logprobs=None): return them from rollout_func, or set {self.args.without_comparison}."
-            )
-        if logprobs is None and self.rollout_func is not None and self.model.training and not self._first_batch_seen:
-            logger.warning("The mismatch is not measured: rollout_func returns no logprobs. Return them too.")
+        return self.parts.around("turn", of_trl, prompt_ids)()
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with self.clock.part("reward"):
@@ -367,24 +347,11 @@ class DCGRPOTrainer(GRPOTrainer):
                 options["batch_size"] = batch_size
             scores = self.parts.around("forward", score, model, inputs)(*tokens, **options)
         if "advantages" in inputs:  # which the loss reads after this forward
-            if "sampling_per_token_logps" in inputs and "old_per_token_logps" not in inputs:
-                self._constrain(inputs, inputs.get("compared_logps", scores[0]))
+            if "old_per_token_logps" not in inputs:
+                for change in self.parts.at("compare"):
+                    change(inputs, scores[0])
             scores = self.parts.through("scored", scores, inputs, *tokens)
         return scores
-
-    def _constrain(self, batch: dict[str, Any], train_logps: Tensor) -> None:
-        """Measure a batch, replace its advantages of trajectories by those of tokens, and count these.
-
-        `train_logps` are those before the first optimizer step on the batch, shape (B, T), nats.
-        """
-        with self.clock.part("constraint"):
-            split = self.args.split_by is not None
-            constrained = self.constraint.apply(SampledTokens.of_batch(batch, train_logps, self.sampler.age, split))
-            batch |= constrained.columns
-            passes = self._step % self.micro_batches_per_generation // self.args.steps_per_generation
-            if passes == 0 or not self.model.training:  # later the same tokens, at the same weights, come again
-                with self.clock.part("metrics"):
-                    self.constraint.count(constrained, self.mode)
 
     @contextmanager
     def _scoring(self, inputs: dict[str, Any]) -> Iterator[None]:
@@ -426,26 +393,14 @@ class DCGRPOTrainer(GRPOTrainer):
             finally:
                 for act in self.parts.at("after_backward"):
                     act()
-            self._wait_for_device("loss")
+            self.wait_for_device("loss")
         if self.accelerator.sync_gradients:  # gradients are clipped, then the optimizer steps
             self.clock.switch("optimizer")
-        done = self._step % self.micro_batches_per_generation
-        if done == self.args.steps_per_generation % self.micro_batches_per_generation:
-            self._report("train")  # the first pass is over: each token was seen once
-        if done == 0:
-            self.constraint.end_iteration()
+        for act in self.parts.at("trained"):
+            act(self._step % self.micro_batches_per_generation)
         return loss
 
-    def _report(self, mode: str) -> None:
-        """Log what the constraint has measured since the last report."""
-        with self.clock.part("metrics"):
-            report = self.constraint.report(self.accelerator.gather, mode, self.sampler.age)
-            for warning in report.warnings:
-                logger.warning(warning)
-            for name, value in report.metrics.items():
-                self.add_metric(name, value, mode)
-
-    def _wait_for_device(self, part: str) -> None:
+    def wait_for_device(self, part: str) -> None:
         """Charge a part with the remaining work of the device."""
         if self.accelerator.device.type != "cpu":
             with self.clock.part(part):
@@ -461,8 +416,8 @@ class DCGRPOTrainer(GRPOTrainer):
         if self.model.training:
             logs |= {f"{PREFIX}{part}": seconds for part, seconds in self.clock.lap().items()}
         else:
-            # Reduced over the whole evaluation: a mean of batch means would weigh the last, shorter batch too much.
-            self._report("eval")
+            for act in self.parts.at("evaluated"):
+                act()
             # TRL evaluates several sets, {"easy": …, "hard": …}, one by one with the prefixes "eval_easy" and
             # "eval_hard", and calls the metrics of all of them by the same names.
             runtime = next((name for name in logs if name.endswith("_runtime")), "eval_runtime")

@@ -137,8 +137,8 @@ def train(folder: Path, name: str, url: str) -> dict:
     trainer = make_trainer(folder / name, model, reward, kind, rollout_func=rollouts, **fields)
     if spoiled:
         trainer.spoiled = spoiled
-    dtypes, constrain = [], trainer._constrain
-    trainer._constrain = lambda batch, logps, *more: (dtypes.append(str(logps.dtype)), constrain(batch, logps, *more))
+    dtypes, compare = [], trainer.parts[0].compare
+    trainer.parts[0].compare = lambda batch, logps: (dtypes.append(str(logps.dtype)), compare(batch, logps))
     trainer.train()
     logs = {
         "dtypes": dtypes,

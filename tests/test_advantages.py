@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from dc_trl.grading.totals import total_rewards, zero_std_groups
+from dc_trl.grading.totals import finite_totals, zero_std_groups
 
 from .helpers import Rollouts, assert_same_weights, logged, make_experts, make_prompts, make_trainer
 
@@ -19,7 +19,7 @@ rewards_of_a_group = st.lists(st.one_of(st.just(NAN), st.integers(-3, 3).map(flo
 
 def test_total_by_hand():
     rewards = torch.tensor([[1.0, 0.5], [NAN, 2.0], [NAN, NAN]])
-    total = total_rewards(rewards, torch.tensor([1.0, 10.0]))
+    total = finite_totals(rewards, torch.tensor([1.0, 10.0]), [len, len], ["a", "b"])
     assert total[:2].tolist() == [6.0, 20.0]
     assert math.isnan(total[2])
 

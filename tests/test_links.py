@@ -9,7 +9,7 @@ import pytest
 from dc_trl import DeploymentCheckpointCallback, HistoryCallback
 from dc_trl.command.report import main as report
 from dc_trl.command.train import train
-from dc_trl.files import LOCK_FILE, append_text, lock_output, write_bytes, write_text
+from dc_trl.files import LOCK_FILE, append_json, lock_output, write_bytes, write_text
 
 from .helpers import ROOT, On, Rollouts, make_trainer, refuses
 
@@ -106,7 +106,7 @@ def test_writers_replace_or_refuse(tmp_path, kind):
 
     plant_it(link)
     with refuses(OSError, link, "remove it"):
-        append_text(link, "theirs")
+        append_json(link, "theirs")
     (tmp_path / "run").mkdir()
     plant_it(tmp_path / "run" / LOCK_FILE)
     with refuses(ValueError, f"output_dir='{tmp_path / 'run'}'", "remove it"), lock_output(tmp_path / "run"):

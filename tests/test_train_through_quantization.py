@@ -125,7 +125,7 @@ def test_what_a_gradient_needs_is_freed_before_the_optimizers_step(tmp_path):
     seen = []
 
     def look(state, **kwargs):
-        (end,) = trainer.parts[0].deployed._ends
+        (end,) = trainer.parts[1].deployed._ends
         seen.append(len(end.__self__._entries))
 
     trainer = make_trainer(

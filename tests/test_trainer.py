@@ -11,6 +11,7 @@ from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer, HistoryCallback, mismatch_metrics
 from dc_trl.constraint.lagrangian import AUTO_BATCHES
+from dc_trl.sampling.replica import Replica
 
 from . import helpers
 from .helpers import (
@@ -334,10 +335,11 @@ def test_what_fills_an_empty_completion_is_outside_the_loss(tmp_path, seen_by_th
     if returns == "an engine":
 
         def generate(self, prompt_ids, *args, **kwargs):
-            output = rollouts([""] * len(prompt_ids), self)
+            output = rollouts([""] * len(prompt_ids), theirs)
             return output["completion_ids"], output["logprobs"]
 
-        monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
+        monkeypatch.setattr(Replica, "generate", generate)
+        fields["deployment_scheme"] = "bf16"
     ours = train(tmp_path, None if returns == "an engine" else rollouts, **fields)
     masks = [inputs["completion_mask"] * inputs["tool_mask"] for inputs in seen_by_the_loss]
     half = len(masks) // 2

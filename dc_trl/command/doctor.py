@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..files import append_text, open_in_place
+from ..files import open_in_place
 from ..quantization.schemes import RESEARCH_BITS, SCHEMES
 from ..secrets import HIDDEN, is_secret_name, without_secrets
 from ..serving.guard import temporary_folder
@@ -95,7 +95,6 @@ def run_checks(checks: Sequence[Check], setup: Setup) -> Generator[Result]:
 
 
 def _run(check: Check, setup: Setup, events: Path) -> Result:
-    append_text(Path(setup.log), f"\n=== {check.name}\n")
     # Temporary files go into the doctor's folder. Nothing is asked of the Hub for a model that is here.
     quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     environment = {**os.environ, **quiet, "TMPDIR": str(events.parent)}
@@ -106,6 +105,7 @@ def _run(check: Check, setup: Setup, events: Path) -> Result:
     arguments = [str(events), json.dumps(asdict(check)), json.dumps(asdict(setup))]
     start = time.monotonic()
     with open_in_place(Path(setup.log), os.O_WRONLY | os.O_APPEND) as log:
+        log.write(f"\n=== {check.name}\n".encode())
         process = subprocess.Popen(
             [sys.executable, "-m", "dc_trl.command.doctor_checks", *arguments],
             env=environment,

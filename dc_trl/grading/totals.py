@@ -9,29 +9,21 @@ from torch import Tensor, nn
 from .checked_reward import LARGEST
 
 
-def total_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
+def finite_totals(rewards: Tensor, weights: Tensor, functions: Sequence[Any], names: Sequence[str]) -> Tensor:
     """Return the weighted sum of several reward functions, shape (N,); NaN where no function applies.
+
+    Rewards of models, and sums, that are not finite are refused; functions' are finite.
 
     Args:
         rewards: of each completion, shape (N, functions); NaN where a function does not apply.
         weights: weight of each function, shape (functions,).
-    """
-    total = (rewards * weights.to(rewards.device)).nansum(-1)
-    return total.masked_fill(rewards.isnan().all(-1), torch.nan)
-
-
-def finite_totals(rewards: Tensor, weights: Tensor, functions: Sequence[Any], names: Sequence[str]) -> Tensor:
-    """Return `total_rewards`; refuse rewards of models, and sums, that are not finite, which functions' cannot be.
-
-    Args:
-        rewards, weights: see `total_rewards`.
         functions, names: reward models and functions, and how TRL calls them.
 
     Raises:
         ValueError: one is not finite, or too large for a mean in float32.
     """
     of_models = torch.tensor([isinstance(function, nn.Module) for function in functions])
-    totals = total_rewards(rewards, weights)
+    totals = (rewards * weights.to(rewards.device)).nansum(-1).masked_fill(rewards.isnan().all(-1), torch.nan)
     wrong = ~rewards[:, of_models].isfinite().all(1) | (totals.abs() > LARGEST)
     if wrong.any():
         row = int(wrong.nonzero()[0])

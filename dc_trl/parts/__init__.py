@@ -11,6 +11,10 @@ from .part import Part, Parts
 def parts_of(trainer: Any) -> Parts:
     """Return the parts that the settings of a trainer ask for. Of the others nothing is imported."""
     args, parts = trainer.args, list[type[Part]]()
+    if args.use_vllm or args.deployment_scheme is not None or trainer.rollout_func is not None:
+        from .two_engines import TwoEngines
+
+        parts.append(TwoEngines)
     if args.train_through_quantization and args.deployment_scheme is not None:
         from .aligned_forward import AlignedForward
 

@@ -267,3 +267,7 @@ class KeptTokens(Part):
             return (head.log_probs(scores[0]), *scores[1:])
         inputs.setdefault("compared_logps", head.log_probs(scores[0].detach()))  # before any reference model's
         return scores
+
+    def batch(self, batch):
+        if "old_per_token_logps" not in batch:
+            batch.pop("compared_logps", None)  # of the reference model

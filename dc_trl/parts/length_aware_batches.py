@@ -225,12 +225,13 @@ def trimmed(batch: dict[str, Any], multiple: int | None = None) -> dict[str, Any
         elif name not in _ALONG_NONE and isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length:
             value = value[:, :completion].contiguous()
         cut[name] = value
-    return cut | _trimmed_tokens(cut, completion, "kept") | _trimmed_tokens(cut, completion, "named")
+    for kind in ("kept", "named"):
+        if f"{kind}_ids" in cut:
+            cut |= _trimmed_tokens(cut, completion, kind)
+    return cut
 
 
 def _trimmed_tokens(batch: dict[str, Any], completion: int, kind: str) -> dict[str, Tensor]:
-    if f"{kind}_ids" not in batch:
-        return {}
     counts = batch[f"{kind}_counts"][:, :completion].contiguous()
     # A masked completion is cut within its tokens; the kept tokens of the remaining positions are the first ones.
     total = counts.sum(1)

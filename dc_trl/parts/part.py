@@ -22,6 +22,7 @@ class Rollout:
         prompt_ids, completion_ids: token ids of each completion and of its prompt.
         logprobs: log-probabilities of the completions' tokens, nats, as the engine returned them; None if it returned
             none. TRL gets what a part leaves here.
+        mask: 1 at each token that the model wrote, 0 at those of tools; None if it wrote all. TRL gets this, too.
         columns: tensors and lists with one row for each completion, which go into the batch. TRL shuffles, splits and
             buffers them with its own, length-aware batches cut those as long as the completions, and a checkpoint
             within the batch has them.
@@ -30,6 +31,7 @@ class Rollout:
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
     logprobs: list[list[float]] | None
+    mask: list[list[int]] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
 
 
@@ -45,6 +47,9 @@ class Part:
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
+    def prompts(self, prompts: list) -> None:
+        """Act before a generation batch, or a batch of an evaluation, is sampled."""
+
     def turn(self, sample: Callable[[], Any], prompt_ids: list[list[int]]) -> Any:
         """Return the completions of one turn, which `sample` returns; see `sampling.sampler.Completions`."""
         return sample()
@@ -57,6 +62,15 @@ class Part:
 
     def batch(self, batch: dict[str, Any]) -> None:
         """Read or change a batch that was sampled and scored."""
+
+    def compare(self, batch: dict[str, Any], train_logps: Tensor) -> None:
+        """Read or change the advantages of a batch by its log-probabilities before the first step on it.
+
+        Args:
+            batch: generation batch where TRL has scored it, which gives it `old_per_token_logps`; otherwise the
+                micro-batch of a loss.
+            train_logps: log π of the policy, shape (B, T), nats.
+        """
 
     def slices(self, slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the micro-batches of a new generation batch, or of an evaluation the only one."""
@@ -87,6 +101,12 @@ class Part:
 
     def after_backward(self) -> None:
         """Act when the gradient of a micro-batch is there, or its computation has failed."""
+
+    def trained(self, done: int) -> None:
+        """Act at the end of a micro-batch; `done` of its generation batch were used, 0 when all were."""
+
+    def evaluated(self) -> None:
+        """Add metrics before the log of an evaluation."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run continues from, as JSON values."""

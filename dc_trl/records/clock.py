@@ -58,7 +58,7 @@ class PartsClock:
 
     def stop(self) -> None:
         """Stop the clock."""
-        self._charge()
+        self.switch(OTHER)
         self.present = None
 
     def carry(self, earlier: Mapping[str, float]) -> None:
@@ -70,8 +70,9 @@ class PartsClock:
     def switch(self, part: str) -> None:
         """Count the time for this part until the next switch; a stopped clock stays stopped."""
         if self.present is not None:
-            self._charge()
-            self.present = part
+            now = self._now()
+            self._seconds[self.present] += now - self._since
+            self.present, self._since = part, now
 
     @contextmanager
     def part(self, name: str, within: str | None = None) -> Iterator[None]:
@@ -93,7 +94,8 @@ class PartsClock:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part up to now, with those of earlier sessions."""
-        self._charge()
+        if self.present is not None:
+            self.switch(self.present)
         return dict(self._seconds)
 
     def lap(self) -> dict[str, float]:
@@ -102,9 +104,3 @@ class PartsClock:
         since = {part: seconds - self._reported.get(part, 0.0) for part, seconds in total.items()}
         self._reported = total
         return {part: seconds for part, seconds in since.items() if seconds > 0}
-
-    def _charge(self) -> None:
-        if self.present is not None:
-            now = self._now()
-            self._seconds[self.present] += now - self._since
-            self._since = now

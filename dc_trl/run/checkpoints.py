@@ -94,7 +94,7 @@ class Checkpoints(TrainerCallback):
         if trainer.accelerator.num_processes > 1 and not together:
             return _not_saved("one of several processes cannot save alone")
         trainer._step, trainer._buffered_inputs, state, (python, numpy, cpu, cuda) = self._ended
-        self._load_state(state | {"seconds": {}}, within_batch=True)
+        self._load_state(state | {"seconds": {}})
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
@@ -117,15 +117,16 @@ class Checkpoints(TrainerCallback):
         """Return the state with which a run resumes beside weights and optimizer, as JSON values."""
         trainer = self._trainer
         parts = {type(part).__name__: state for part in trainer.parts if (state := part.state_dict())}
-        return {"seconds": trainer.clock.seconds(), "parts": parts} | trainer.constraint.state_dict()
+        return {"seconds": trainer.clock.seconds(), "parts": parts}
 
-    def _load_state(self, state: dict[str, Any], within_batch: bool) -> None:
-        """Restore what `_state` returned; `within_batch` says whether the generation batch is resumed too."""
-        trainer = self._trainer
+    def _load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `_state` returned; the trainer has its position within the generation batch already."""
+        trainer, parts = self._trainer, state.get("parts", {})
         trainer.clock.carry(state["seconds"])
-        trainer.constraint.load_state_dict(state, within_batch)
+        if "lagrange_multiplier" in state:  # of an earlier checkpoint
+            parts = {"TwoEngines": state} | parts
         for part in trainer.parts:
-            if (of_part := state.get("parts", {}).get(type(part).__name__)) is not None:
+            if (of_part := parts.get(type(part).__name__)) is not None:
                 part.load_state_dict(of_part)
 
     # --- saving -----------------------------------------------------------------------------------------------------
@@ -218,11 +219,11 @@ class Checkpoints(TrainerCallback):
         slices = None
         if done > 0 and as_before:
             slices = load_rollouts(self._rollouts_in(checkpoint), trainer.accelerator.device)
-        self._load_state(state, within_batch=slices is not None)
+            if slices is not None:
+                trainer._buffered_inputs, trainer._step = slices, done
+        self._load_state(state)
         trainer.sampler.load(checkpoint, state)
-        if slices is not None:
-            trainer._buffered_inputs, trainer._step = slices, done
-        elif done > 0:
+        if done > 0 and slices is None:
             logger.warning(
                 f"{checkpoint} was saved within a generation batch by a run with other steps_per_generation, "
                 "num_iterations or number of processes: the rest of that batch is discarded, "
