@@ -39,7 +39,7 @@ def test_what_is_off_is_not_imported(tmp_path):
         (line,) = re.findall("^PARTS (.*)$", process.stdout, re.MULTILINE)
         return set(line.split()) - {"part"}
 
-    assert imported({"deployment_scheme": None}) == set()
+    assert imported({"deployment_scheme": None, "constraint": "none"}) == set()
     assert imported({}) == {"two_engines"}
     everything = {
         "train_through_quantization": True,

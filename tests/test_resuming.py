@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from dc_trl import DeploymentCheckpointCallback, HistoryCallback, LengthDecayCallback
 from dc_trl.run.interruption import RunInterrupted, StopSignals
-from dc_trl.run.manifest import checkpoint_defect, resumable_checkpoint
+from dc_trl.run.manifest import checkpoint_defect, resumable_checkpoint, write_manifest
 from dc_trl.run.resuming import load_saved_weights
 from dc_trl.serving.errors import ServerError
 
@@ -97,6 +97,23 @@ def test_hashes_are_those_of_xxhash_and_an_older_manifest_has_none(checkpoint):
         assert entry.pop("xxh3") == xxhash.xxh3_128((checkpoint / name).read_bytes()).hexdigest()
     path.write_text(json.dumps(listed))
     assert checkpoint_defect(checkpoint) is None
+
+
+def test_lambda_goes_on_from_an_earlier_checkpoint_which_has_it_at_the_top(checkpoint):
+    fields = MISALIGNED | {"max_steps": 4, "lambda_lr": 0.5}
+    earlier = shutil.copytree(checkpoint.parent, checkpoint.parent.with_name("earlier")) / checkpoint.name
+    state = read_json(earlier / "dc_grpo_state.json")
+    state |= state["parts"].pop("TwoEngines")
+    assert state["batch_discrepancy"] > 0  # the checkpoint is within a generation batch
+    (earlier / "dc_grpo_state.json").write_text(json.dumps(state))
+    write_manifest(earlier)
+    runs = []
+    for folder in (checkpoint, earlier):
+        runs.append(make_trainer(folder.parent, **fields))
+        runs[-1].train(resume_from_checkpoint=str(folder))
+    assert logged(runs[1], "lagrangian/lambda") == logged(runs[0], "lagrangian/lambda")
+    assert runs[1].lagrange_multiplier.state_dict() == runs[0].lagrange_multiplier.state_dict()
+    assert runs[1].lagrange_multiplier.value != 0.1
 
 
 @pytest.mark.parametrize("text", ["{}", '{"files": []}', '{"files": {"optimizer.pt": 3}}', "[]", "{"])
