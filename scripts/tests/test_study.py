@@ -40,6 +40,7 @@ from tests.helpers import ROOT, TINY_MODEL, load_script, make_config, refuses, s
 asynchronous = load_script("study/asynchronous")
 counting = load_script("study/counting")
 sequences = load_script("study/sequences")
+sums = load_script("study/sums")
 sorting = load_script("sorting")
 word_lists = load_script("word_lists")
 
@@ -532,6 +533,19 @@ def test_sequences_have_no_constant_answer_and_are_logged_by_kind():
     )
     assert rewards == [1.0, 1.0, 0.0, 0.0]
     assert logged == {"accuracy/upward": 1.0, "accuracy/downward": pytest.approx(1 / 3)}
+
+
+def test_sums_have_no_constant_answer_and_two_kinds():
+    problems = sums.sum_problems(1100, 0)
+    assert max(Counter(problem["answer"] for problem in problems).values()) < 0.06 * len(problems)
+    for problem in problems:
+        solved = f"{problem['prompt']} {problem['answer']}".splitlines()
+        assert len(solved) == 4
+        for line in solved:
+            a, sign, b, equals, c = line.split()
+            assert int(c) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
+            assert equals == "="
+        assert (sign == "+") == (problem["kind"] == "sum")
 
 
 def test_registered_runs_of_a_real_model_can_be_made(tmp_path):
