@@ -53,11 +53,17 @@ def build_sampler(trainer: Any) -> Sampler:
             from .overlap import OverlappedSampler
 
             return OverlappedSampler(trainer, engine, bool(args.truncations), trainer.micro_batches_per_generation)
-        return Sampler(trainer, engine, bool(args.truncations))
-    if args.deployment_scheme is None:
+        truncates = bool(args.truncations)
+    elif args.deployment_scheme is None:
         return Sampler(trainer, None, bool(args.truncations))
-    truncates = complete_generation_config(trainer)
-    return Sampler(trainer, build_replica(trainer, args.deployment_scheme), truncates)
+    else:
+        truncates = complete_generation_config(trainer)
+        engine = build_replica(trainer, args.deployment_scheme)
+    if not args.may_lag and args.split_by is None:
+        return Sampler(trainer, engine, truncates)
+    from .lagging import LaggingSampler  # in step too, where 0 says beside the lag's part that there is none
+
+    return LaggingSampler(trainer, engine, truncates)
 
 
 def _measure_restrictions(

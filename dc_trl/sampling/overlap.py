@@ -13,8 +13,8 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
+from .lagging import SAMPLER_FOLDER, LaggingSampler
 from .rollout_ahead import OverlappedGeneration
-from .sampler import SAMPLER_FOLDER, Sampler
 
 
 AHEAD_FILE = "rollouts_ahead.json"  # of a checkpoint: the batch of all processes that was sampled beside training
@@ -22,7 +22,7 @@ AHEAD_FILE = "rollouts_ahead.json"  # of a checkpoint: the batch of all processe
 logger = get_logger(__name__)
 
 
-class OverlappedSampler(Sampler):
+class OverlappedSampler(LaggingSampler):
     """A sampler whose server samples the next generation batch while the present one trains.
 
     Args:
@@ -122,7 +122,7 @@ class OverlappedSampler(Sampler):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder):
-        """Save as `Sampler.save` does, with the batch ahead once it is sampled.
+        """Save as `LaggingSampler.save` does, with the batch ahead once it is sampled.
 
         If that batch could not be sampled, the resumed run samples it, with the weights of its turn.
         """

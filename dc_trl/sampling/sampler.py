@@ -1,13 +1,8 @@
-"""`Sampler`: the engine that samples, and which weights it holds."""
+"""`Sampler`: the engine that samples, with the weights that are trained."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import asdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import transformers
@@ -15,15 +10,13 @@ from accelerate.logging import get_logger
 
 from ..quantization.policy import unwrapped
 from .empty_completions import with_ends, without_rest
-from .versions import SamplerWeights, SyncSchedule
 
 
 # Imported only where a run samples with it.
 if TYPE_CHECKING:
     from .replica import Replica
+    from .versions import SamplerWeights
 
-
-SAMPLER_FOLDER = "sampler"  # of a checkpoint: the sampler's weights if they lag behind the trained ones
 
 # Token ids of each completion of one turn, and their log-probabilities, if the engine returns any.
 Completions: TypeAlias = tuple[list[list[int]], list[list[float]] | None]
@@ -32,7 +25,7 @@ logger = get_logger(__name__)
 
 
 class Sampler:
-    """The engine of a trainer, and the schedule of its weights.
+    """The engine of a trainer, which samples each batch with the present weights; see `LaggingSampler`.
 
     Args:
         trainer: trainer whose policy samples.
@@ -46,18 +39,13 @@ class Sampler:
             lag's part of the discrepancy.
     """
 
-    _versions = 1  # of the weights, that batches which are still to be trained on were sampled with
+    age = 0
+    lagged: SamplerWeights | None = None
 
     def __init__(self, trainer: Any, engine: Any, truncates: bool = False):
         self._trainer, self._engine = trainer, engine
         self.truncates = truncates
-        self._schedule = SyncSchedule(trainer.args.weight_sync_steps)
         self._held: int | None = None  # the step whose weights the engine holds
-        self._kept: TemporaryDirectory[str] | None = None  # the weights of training while an evaluation has others
-        self.age = 0
-        self.lagged: SamplerWeights | None = None
-        if self.may_lag and trainer.args.split_by is not None:
-            self.lagged = SamplerWeights(unwrapped(trainer.accelerator, trainer.model), self._versions)
 
     @property
     def identity(self) -> tuple[str, str, str | None]:
@@ -68,11 +56,6 @@ class Sampler:
     def replica(self) -> Replica | None:
         """The in-process engine; None where another one samples."""
         return None if self._trainer.use_vllm else self._engine
-
-    @property
-    def may_lag(self) -> bool:
-        """Whether rollouts of training may have weights from before the present step."""
-        return self._trainer.args.may_lag
 
     # --- a batch ----------------------------------------------------------------------------------------------------
 
@@ -96,31 +79,11 @@ class Sampler:
         return with_ends(completion_ids, logprobs, ends)
 
     def end_batch(self, completions: int) -> None:
-        """Log the step whose weights have sampled this number of completions."""
-        if self._engine is None:
-            return
-        trainer, step = self._trainer, self._trainer.state.global_step
-        training = trainer.model.training
-        self.age = self._age() if training else 0
-        if not (self.may_lag or trainer.args.split_by is not None):  # beside the lag's part, 0 says that there is none
-            return
-        trainer._pending_extra_logs["weights_of_step"].extend([step - self.age] * completions)
-        if training:
-            trainer.add_metric("sync/age", self.age)
-            trainer.add_metric("sync/count", self._schedule.syncs)
-
-    def sampling_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the policy has the weights that sampled the latest batch, which lag."""
-        assert self.lagged is not None
-        return self.lagged.in_place(self._trainer.state.global_step - self.age)
+        """Log the step whose weights have sampled this number of completions, where it may be an earlier one."""
 
     def look_ahead(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         """Return the iterator from which training reads the next `count` micro-batches of prompts."""
         return batches
-
-    def _age(self) -> int:
-        """Return the age of the weights of a generation batch of training, in optimizer steps."""
-        return self._schedule.age(self._trainer.state.global_step)
 
     # --- weights of the engine --------------------------------------------------------------------------------------
 
@@ -133,30 +96,6 @@ class Sampler:
             self._trainer._last_loaded_step = self._trainer.state.global_step  # TRL has no weights to load
 
     def _bring_weights(self, training: bool) -> None:
-        schedule, step = self._schedule, self._trainer.state.global_step
-        lags = schedule.lags(step)
-        if not (training and lags):
-            if lags and self._kept is None:  # an evaluation, after which training goes on with its own weights
-                self._kept = TemporaryDirectory(prefix="dc_trl-sampler-")
-                self._engine.save_weights(Path(self._kept.name, SAMPLER_FOLDER))
-            self._sync()
-            if training:
-                self._forget_kept()
-                schedule.synced(step)
-                if self.lagged is not None:
-                    self.lagged.keep(step)
-        elif self._kept is not None:
-            self._engine.load_weights(Path(self._kept.name, SAMPLER_FOLDER))
-            self._held = schedule.step
-            self._forget_kept()
-
-    def _forget_kept(self) -> None:
-        if self._kept is not None:
-            self._kept.cleanup()
-            self._kept = None
-
-    def _sync(self) -> None:
-        """Load the present weights into the engine."""
         trainer = self._trainer
         if not trainer.use_vllm:
             # Requantizing costs less than one decoding step; tracking changes of the weights would be less reliable.
@@ -170,40 +109,11 @@ class Sampler:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> dict[str, Any]:
-        """Save the sampler's weights, unless new ones are due, and return the state for `load`, as JSON values."""
-        schedule = self._schedule
-        writes = self._trainer.args.should_save
-        kept = schedule.every > 1 and not schedule.due(self._trainer.state.global_step)
-        if kept and writes:
-            if self._kept is None:
-                self._engine.save_weights(Path(folder, SAMPLER_FOLDER))
-            else:
-                shutil.copytree(Path(self._kept.name, SAMPLER_FOLDER), Path(folder, SAMPLER_FOLDER))
-        if self.lagged is not None and (kept or self._samples_ahead):
-            self.lagged.save(folder, writes)
-        weight_sync = {"schedule": asdict(schedule), "engine": self._engine_name, "kept": kept}
-        return {"weight_sync": weight_sync, "rollout_ahead": None}
-
-    @property
-    def _samples_ahead(self) -> bool:
-        return False
-
-    def _knows(self, step: int | None) -> bool:
-        """Return whether the policy can have the weights of a step again, where something asks for the lag's part."""
-        return self.lagged is None or step in self.lagged.steps
+        """Save what a resumed run samples with beside the present weights, and return the state for `load` as JSON."""
+        return {"weight_sync": None, "rollout_ahead": None}
 
     def load(self, folder: str, state: dict[str, Any]) -> None:
-        """Sample with the weights that `save` saved until new ones are due."""
-        weights = state["weight_sync"]
-        if self.lagged is not None:
-            self.lagged.load(folder, state["num_processes"] == self._trainer.accelerator.num_processes)
-        self._schedule = schedule = SyncSchedule(**weights["schedule"] | {"every": self._schedule.every})
-        if not schedule.due(self._trainer.state.global_step):
-            if weights["kept"] and weights["engine"] == self._engine_name and self._knows(schedule.step):
-                self._engine.load_weights(Path(folder, SAMPLER_FOLDER))
-                self._held = schedule.step
-            else:
-                schedule.step = None  # new weights are due
+        """Sample on with what `save` saved."""
         if state["rollout_ahead"] is not None:
             self._load_ahead(folder, state["rollout_ahead"])
 
@@ -216,13 +126,4 @@ class Sampler:
 
     def start_again(self) -> None:
         """Forget an earlier training of the same trainer; the engine holds weights of that training."""
-        self._schedule, self._held = SyncSchedule(self._trainer.args.weight_sync_steps), None
-        self._forget_kept()
-        if self.lagged is not None:
-            self.lagged.clear()
-
-    @property
-    def _engine_name(self) -> str:
-        args = self._trainer.args
-        beside = " adapter" if args.lora_deployment == "adapter" else ""
-        return f"{'vllm' if self._trainer.use_vllm else 'replica'} {args.deployment_scheme}{beside}"
+        self._held = None
