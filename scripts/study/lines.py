@@ -22,6 +22,7 @@ CURVES = {
     "reward": "reward",
     "discrepancy": "discrepancy/mean",
     "k3": "discrepancy/k3_kl",
+    "lag_k3": "discrepancy/lag_k3_kl",
     "entropy": "entropy",
     "length": "completions/mean_length",
     "grad_norm": "grad_norm",
@@ -29,6 +30,7 @@ CURVES = {
     "penalty": "lagrangian/penalty_mean",
     "masked": "correction/masked_fraction",
 }
+BY_KIND = "accuracy/"  # of metrics whose curves are kept by their own names: a task's accuracies by kinds of problems
 # Metrics of evaluations, by their names in a line: of the deployed policy, but for the last.
 EVALUATIONS = {
     "greedy": "eval_greedy_reward",
@@ -49,11 +51,12 @@ class Line:
         cell: fields in which it differs from the study's base.
         seed: of the run.
         evaluations: by the names of `EVALUATIONS`, values by optimizer step; rewards are from 0 to 1.
-        curves: by the names of `CURVES`, means over `WINDOWS` equal parts of the run; None for a part in which nothing
-            was measured, as where a generation batch lasts longer.
+        curves: by the names of `CURVES` and kinds of problems, means over `WINDOWS` equal parts of the run; None for a
+            part in which nothing was measured, as where a generation batch lasts longer.
         steps_to_half: first step at which the moving average of the training reward is 0.5; None where it never is.
         seconds: of training and evaluations.
         version: of dc_trl.
+        alarms: step at which each signal of the collapse alarm rings; None in lines from before this was kept.
     """
 
     cell: dict[str, Any]
@@ -63,6 +66,7 @@ class Line:
     steps_to_half: int | None
     seconds: float
     version: str
+    alarms: dict[str, int] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -91,8 +95,12 @@ class Line:
 
 def line_of(history: History, summary: Mapping[str, Any], cell: Cell, seed: int) -> Line:
     """Return the line of a finished run, from the rows of its history and its summary."""
-    steps = int(summary["steps"])
-    curves = {name: _windows(_by_step(history, metric), steps) for name, metric in CURVES.items()}
+    from dc_trl.callbacks.collapse import CollapseMonitor  # imports TRL, which tables can do without
+
+    steps, monitor = int(summary["steps"]), CollapseMonitor()
+    kinds = {name: name for row in history for name in row if name.startswith(BY_KIND)}
+    metrics = CURVES | kinds
+    curves = {name: _windows(_by_step(history, metric), steps) for name, metric in metrics.items()}
     evaluations = {name: _by_step(history, metric) for name, metric in EVALUATIONS.items()}
     return Line(
         cell=dict(cell),
@@ -106,6 +114,7 @@ def line_of(history: History, summary: Mapping[str, Any], cell: Cell, seed: int)
         steps_to_half=_steps_to_half(_by_step(history, "reward")),
         seconds=round(summary["seconds"], 1),
         version=__version__,
+        alarms={alarm.signal: alarm.step for row in history for alarm in monitor.update(row["step"], row)},
     )
 
 

@@ -181,6 +181,18 @@ def test_the_line_of_a_run():
     assert line.end("lambda") is None
     assert line.steps_to_half == 12  # the moving average of a straight line is the line
     assert line.seconds == 12.3
+    assert line.alarms == {}
+
+
+def test_a_line_has_kinds_of_problems_and_the_alarm():
+    history, summary = a_run(steps=60)
+    for row in history[:60]:
+        row |= {"accuracy/upward": 0.5, "discrepancy/lag_k3_kl": 0.02, "reward": 0.8 if row["step"] <= 30 else 0.1}
+    line = line_of(history, summary, {}, 0)
+    assert line.curves["accuracy/upward"] == [0.5] * 12
+    assert line.curves["lag_k3"] == [0.02] * 12
+    # The median of ten logs is 0.45 at step 35, lower afterwards, and has to be low for ten logs.
+    assert line.alarms == {"reward": 44}
 
 
 def test_parts_of_a_run_in_which_nothing_was_measured():
