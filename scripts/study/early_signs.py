@@ -10,6 +10,7 @@ that do not lose. `--on` applies the thresholds of the first files to runs that 
 
 The second table has the rules of the collapse alarm, and some that it does not have, on the means of twelfths. A drop
 of the reward is one from the best twelfth before, by 30 % and by a number of standard deviations of a single step.
+The third has the alarm itself, on the logs of runs whose lines have kept what it said.
 """
 
 import math
@@ -51,6 +52,7 @@ def _reward_fall(line: Line, window: int) -> float | None:
 # Each by its mean over one twelfth of the run; higher is worse.
 SIGNALS: dict[str, Signal] = {
     "k3": _curve("k3"),
+    "lag's k3": _curve("lag_k3"),
     "δ̄": _curve("discrepancy"),
     "reward, low": _curve("reward", -1),
     "reward's fall since the first twelfth": _reward_fall,
@@ -146,7 +148,7 @@ def share_above(runs: Sequence[Judged], level: float, lost: bool) -> float:
 
 
 def signs_table(lines: Sequence[Line], others: Sequence[Line]) -> Table:
-    """Return what each signal says of the runs of `others`, with thresholds of the runs of `lines`.
+    """Return what each signal says of the runs of `others` that have it, with thresholds of the runs of `lines`.
 
     Raises:
         ValueError: all of these runs lose, or none does.
@@ -154,13 +156,18 @@ def signs_table(lines: Sequence[Line], others: Sequence[Line]) -> Table:
     rows = []
     for name, signal in SIGNALS.items():
         for after in AFTER:
-            runs = judged(others, signal, after - 1)
-            level, area = threshold(judged(lines, signal, after - 1)), auc(runs)
+            runs, fitted = judged(others, signal, after - 1), judged(lines, signal, after - 1)
+            if not runs:
+                continue
+            area = auc(runs)
             if area is None:
                 raise ValueError("All of these runs lose, or none does: give lines of runs of both kinds.")
             low, high = interval(runs)
-            shares = [f"{share_above(runs, level, lost):.0%}" for lost in (True, False)]
-            rows.append([name, f"{after}/12", f"{area:.2f} [{low:.2f}, {high:.2f}]", f"{level:.3g}", *shares])
+            above = [NONE] * 3
+            if fitted:
+                level = threshold(fitted)
+                above = [f"{level:.3g}", *(f"{share_above(runs, level, lost):.0%}" for lost in (True, False))]
+            rows.append([name, f"{after}/12", f"{area:.2f} [{low:.2f}, {high:.2f}]", *above])
     return ["signal", "mean over", "AUC", "threshold", "lost runs above it", "others above it"], rows
 
 
@@ -194,6 +201,22 @@ def changes_table(lines: Sequence[Line]) -> Table:
     return ["change", "lost runs", "others", "median, after", f"lost runs before, or without, {ALARM}"], rows
 
 
+def alarms_table(lines: Sequence[Line]) -> Table:
+    """Return in how many runs each signal of the collapse alarm rings, and how many steps before the end."""
+    runs = {True: list[Line](), False: list[Line]()}
+    notice = defaultdict[str, dict[bool, list[int]]](lambda: {lost: [] for lost in runs})  # steps, by the signal
+    for line in lines:
+        if (lost := loses(line)) is not None and line.alarms is not None:
+            runs[lost].append(line)
+            for name, step in line.alarms.items():
+                notice[name][lost].append(max(line.evaluations[PRIMARY]) - step)
+    rows = []
+    for name, found in sorted(notice.items()):
+        shares = [f"{len(found[lost])} of {len(runs[lost])}" for lost in runs]
+        rows.append([name, *shares, f"{statistics.median(found[True]):g}" if found[True] else NONE])
+    return ["alarm", "lost runs", "others", "steps before the end, median"], rows
+
+
 def main() -> None:
     parser = OptionParser(__doc__)
     parser.add_argument("lines", type=Path, nargs="+", help="raw lines of runs")
@@ -206,6 +229,8 @@ def main() -> None:
         print(f"{len(known) - known.count(None)} runs, of which {known.count(True)} lose\n")
         print(markdown_table(*signs_table(lines, others)))
         print(markdown_table(*changes_table(others)), end="")
+        if any(line.alarms is not None for line in others):
+            print("\n" + markdown_table(*alarms_table(others)), end="")
 
 
 if __name__ == "__main__":

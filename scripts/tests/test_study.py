@@ -18,7 +18,17 @@ import pytest
 import torch
 import yaml
 from comparisons import SIGNIFICANCE, confidence_interval, holm, paired_t_test, sign_flip_p_value
-from early_signs import CHANGES, Judged, auc, changes_table, first_change, share_above, signs_table, threshold
+from early_signs import (
+    CHANGES,
+    Judged,
+    alarms_table,
+    auc,
+    changes_table,
+    first_change,
+    share_above,
+    signs_table,
+    threshold,
+)
 from figures import draw_mismatch, draw_sweep
 from first_order import DIRECTIONS, first_order, sampled_batch
 from hypothesis import given
@@ -629,6 +639,18 @@ def test_changes_of_a_curve_by_hand():
     entropy = CHANGES["the entropy falls to a tenth of its first, and 0.02 nats"]
     assert first_change(line(entropy=[0.3, 0.021, 0.02]), *entropy) == 3
     assert first_change(line(reward=[0.3]), *entropy) is None
+
+
+def test_the_alarm_is_counted_in_lost_runs_and_others():
+    def line(end, alarms):
+        return SimpleNamespace(
+            evaluations={"greedy": {0: 0.4, 40: end}}, alarms=alarms, last=lambda name: end, key=("", 0), curves={}
+        )
+
+    lines = [line(0.1, {"reward": 25}), line(0.2, {"reward": 31, "mismatch": 20}), line(0.3, {}), line(0.9, {})]
+    lines += [line(0.8, {"mismatch": 40}), line(0.1, None)]  # the last from before it was kept
+    _, rows = alarms_table(lines)
+    assert rows == [["mismatch", "1 of 3", "1 of 2", "20"], ["reward", "2 of 3", "0 of 2", "12"]]
 
 
 def test_the_early_signs_on_the_page_are_what_the_raw_lines_say():
