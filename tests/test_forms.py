@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dc_trl.constraint.forms import form_of
-from dc_trl.constraint.lagrangian import LagrangeMultiplier
-from dc_trl.constraint.metrics import BatchStatistics, batch_metrics, mean_discrepancy
 from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.sampled_tokens import SampledTokens
 
@@ -22,7 +20,6 @@ from .helpers import (
     logged,
     make_model,
     make_trainer,
-    sums_of_two,
 )
 
 
@@ -31,14 +28,6 @@ INFER = torch.tensor([[0.4, 0.2, 0.5], [0.50, 0.25, 0.5]]).log()
 SCORED = torch.tensor([[True, True, False], [True, True, True]])
 ADVANTAGES = torch.tensor([1.0, -1.0])
 TOKENS = SampledTokens(TRAIN, INFER, SCORED, ADVANTAGES)
-
-
-def test_the_papers_form_by_hand():
-    penalty = form_of(ConstraintSettings(constraint="static"))(TOKENS)
-    torch.testing.assert_close(penalty, torch.tensor([[0.1, 0.0, 0.0], [0.25, 0.5, 0.0]]))
-    torch.testing.assert_close(
-        TOKENS.penalised(penalty, 2.0).advantages, torch.tensor([[0.8, 1.0, 1.0], [-1.5, -2.0, -1.0]])
-    )
 
 
 MEASURES = ["prob_diff", "prob_ratio", "log_prob"]
@@ -94,21 +83,6 @@ def test_the_centred_log_ratio_follows_the_gradient_of_its_variance(logits, engi
     torch.testing.assert_close(ours, torch.autograd.grad(variance / 2, policy)[0])
 
 
-def test_the_coefficients_by_hand():
-    """π = 0.5, q = 0.4 and π = 0.25, q = 0.5."""
-    train, infer = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.4, 0.5]]).log()
-
-    def penalty(name, measure):
-        form = form_of(ConstraintSettings(constraint="static", constraint_form=name, discrepancy_measure=measure))
-        tokens = SampledTokens(train, infer, torch.ones(1, 2).bool(), torch.zeros(1))
-        return form(tokens)[0].tolist()
-
-    assert penalty("quadratic", "prob_diff") == pytest.approx([0.1, -0.25], abs=1e-6)
-    assert penalty("quadratic", "prob_ratio") == pytest.approx([0.25 / 0.4, -0.5 / 0.5], abs=1e-6)
-    assert penalty("quadratic", "log_prob") == pytest.approx([math.log(1.25) / 0.5, -math.log(2) / 0.25], abs=1e-6)
-    assert penalty("log_ratio", "prob_diff") == pytest.approx([math.log(1.25), -math.log(2)], abs=1e-6)
-
-
 def test_the_coefficients_of_rare_tokens_are_bounded():
     """What divides is at least 1e-3, and the logarithm at most 20: π = 3e-4 and 1, q = 1e-4 and e^-30."""
     tokens = SampledTokens(
@@ -134,30 +108,6 @@ def test_level_and_margin_of_a_signed_form():
     by_trajectory = form_of(ConstraintSettings(constraint="static", **settings, discrepancy_level="sequence"))
     expected = torch.tensor([[0.05, 0.05, 0.0], [0.25 / 3] * 3])
     torch.testing.assert_close(by_trajectory(TOKENS), expected)
-
-
-def test_what_is_only_measured_has_no_form():
-    assert form_of(ConstraintSettings(constraint="none")) is None
-    made = form_of(ConstraintSettings(constraint="static", discrepancy_measure="log_prob"))(TOKENS)
-    torch.testing.assert_close(made[1], (TRAIN - INFER)[1].abs())
-
-
-def test_statistics_of_micro_batches_and_processes_are_those_of_the_whole():
-    delta = (TRAIN.exp() - INFER.exp()).abs()
-    penalty = delta.where(SCORED & (delta > 0.1), 0.0)
-    ranks = [BatchStatistics(ConstraintSettings()) for _ in range(2)]
-    for row, rank in enumerate(ranks):
-        for _ in range(2):  # each row twice
-            rows = slice(row, row + 1)
-            rank.add(SampledTokens(*(values[rows] for values in TOKENS[:4])), penalty[rows])
-    sums = sums_of_two(ranks)
-    assert sums["tokens"] == 10
-    assert mean_discrepancy(sums) == pytest.approx((0.1 / 2 + 0.75 / 3) / 2)
-    metrics = batch_metrics(sums, LagrangeMultiplier(init=0.5))
-    assert metrics["lagrangian/penalty_mean"] == pytest.approx(0.5 * 2 * 0.75 / 10)
-    assert metrics["lagrangian/penalized_fraction"] == pytest.approx(4 / 10)
-    assert metrics["discrepancy/probs_diff_max"] == pytest.approx(0.5)
-    assert ranks[0].reduce(lambda local: local) is None  # it was all taken
 
 
 # --- a function of one's own

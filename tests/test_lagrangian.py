@@ -32,14 +32,6 @@ def test_recursion_by_hand():
     assert multiplier.value == 0.0
 
 
-def test_window_by_hand():
-    multiplier = LagrangeMultiplier(init=0.5, lr=1.0, tolerance=0.0, window=2)
-    assert multiplier.update(0.1) == pytest.approx(0.6)  # mean of 0.1
-    assert multiplier.update(0.3) == pytest.approx(0.8)  # mean of 0.1, 0.3
-    assert multiplier.update(0.1) == pytest.approx(1.0)  # mean of 0.3, 0.1
-    assert multiplier.update(0.0) == 1.0  # projected
-
-
 def test_proposed_tolerance_by_hand():
     # mean 2, squared deviations 1 + 0 + 1, over n − 1 = 2: standard deviation 1; t with 2 degrees of freedom: 4.302653
     assert proposed_tolerance([1.0, 2.0, 3.0]) == pytest.approx(2 + 4.302653 * math.sqrt(4 / 3))
@@ -143,13 +135,6 @@ def test_what_is_no_discrepancy_is_refused():
 
 
 discrepancies = st.floats(0, 10, allow_nan=False)
-
-
-@given(st.lists(discrepancies, max_size=30), st.floats(0, 5), st.floats(0, 1), st.integers(1, 5))
-def test_stays_within_its_bounds(sequence, lr, tolerance, window):
-    multiplier = LagrangeMultiplier(0.3, lr, tolerance, minimum=0.2, maximum=0.7, window=window)
-    for value in sequence:
-        assert 0.2 <= multiplier.update(value) <= 0.7
 
 
 @given(
