@@ -16,7 +16,6 @@ from .helpers import (
     On,
     assert_same_weights,
     logged,
-    make_experts,
     make_model,
     make_prompts,
     make_trainer,
@@ -68,12 +67,6 @@ def test_weights_alone_leave_the_part_of_the_activations(tmp_path):
         (gaps[scheme, through],) = logged(trainer, "discrepancy/mean")
     assert gaps["mxfp8", "all"] <= 1e-5 < 1e-4 < gaps["mxfp8", "weights"] < gaps["mxfp8", False]
     assert gaps["nvfp4a16", "weights"] == gaps["nvfp4a16", "all"] <= 1e-5 < 1e-3 < gaps["nvfp4a16", False]
-
-
-def test_experts(tmp_path):
-    trainer = train(tmp_path, make_experts(64), per_device_train_batch_size=32)
-    assert max(logged(trainer, "discrepancy/mean")) <= 1e-5
-    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
 def test_adapters(tmp_path):

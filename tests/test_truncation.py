@@ -2,7 +2,6 @@
 
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,26 +66,6 @@ def dense(logits, sets, sampled):
     return (logits + mask).log_softmax(-1).gather(2, sampled.unsqueeze(2)).squeeze(2)
 
 
-class Backbone(torch.nn.Module):
-    def forward(self, hidden):
-        return SimpleNamespace(last_hidden_state=hidden)
-
-
-class Headed(torch.nn.Module):
-    """What `KeptHead` reads of a model."""
-
-    def __init__(self, channels, vocabulary, bias):
-        super().__init__()
-        self.base_model = Backbone()
-        self.head = torch.nn.Linear(channels, vocabulary, bias=bias)
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def forward(self, input_ids=None, use_cache=False):
-        return SimpleNamespace(logits=self.head(self.base_model(input_ids).last_hidden_state))
-
-
 @settings(max_examples=60)
 @given(data=st.data())
 def test_log_probabilities_and_gradients_are_those_of_the_whole_vocabulary_with_the_rest_masked(data):
@@ -94,20 +73,21 @@ def test_log_probabilities_and_gradients_are_those_of_the_whole_vocabulary_with_
     ids = st.lists(st.integers(0, vocabulary - 1), max_size=vocabulary, unique=True)
     sets = [[data.draw(ids) for _ in range(positions)] for _ in range(rows)]
     temperature, tile = data.draw(st.sampled_from([0.5, 1.0, 1.7])), data.draw(st.sampled_from([1, 12, 2**20]))
-    torch.manual_seed(data.draw(st.integers(0, 100)))
-    model = Headed(4, vocabulary, data.draw(st.booleans()))
-    hidden = (3 * torch.randn(rows, positions + 2, 4)).requires_grad_()
+    model = make_model(8, data.draw(st.integers(0, 100)), vocab_size=vocabulary, tie_word_embeddings=False)
+    model.lm_head = torch.nn.Linear(8, vocabulary, bias=data.draw(st.booleans()))
+    inputs = (3 * torch.randn(rows, positions + 2, 8)).requires_grad_()
     sampled = torch.tensor([[ids[0] if ids else 0 for ids in row] for row in sets])
     whole = torch.randn(rows, positions)
 
     def scored():
         with KeptHead(model, kept_of(sets), sampled, temperature, False) as head:
             for first in range(0, rows, 2):  # in the batches that TRL makes
-                model.base_model(hidden[first : first + 2])
+                model.base_model(inputs_embeds=inputs[first : first + 2])
         return head.log_probs(whole)
 
     def reference():
-        values = dense(model.head(hidden[:, -positions - 1 : -1]) / temperature, sets, sampled)
+        logits = model(inputs_embeds=inputs).logits[:, -positions - 1 : -1]
+        values = dense(logits / temperature, sets, sampled)
         nothing_cut = torch.tensor([[not ids for ids in row] for row in sets])
         return torch.where(nothing_cut, whole, values)
 
@@ -115,7 +95,7 @@ def test_log_probabilities_and_gradients_are_those_of_the_whole_vocabulary_with_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_tokens, "_TILE", tile)
         got, expected = (
-            (values, torch.autograd.grad((values * weights).sum(), [hidden, *model.parameters()]))
+            (values, torch.autograd.grad((values * weights).sum(), [inputs, *model.lm_head.parameters()]))
             for values in (scored(), reference())
         )
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
@@ -332,26 +312,12 @@ class Watched(DCGRPOTrainer):
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [*TRUNCATED, {"constraint": "none", "rollout_correction": "sequence_mask", "top_p": 0.5}],
+    "acting",
+    [{"constraint": "static", "lambda_init": 0.0}, {"rollout_correction": "geometric_mask(0, 9)"}],
     ids=by_name,
 )
-def test_identical_engines_do_not_differ_by_the_truncation(tmp_path, seen_by_the_loss, fields):
-    """A policy in bf16 and its replica in bf16: what remains is rounding; before, it was the mass that was cut off."""
-    trainer = train(tmp_path, Watched, make_model().bfloat16(), max_steps=1, learning_rate=0.0, **fields)
-    ((among, whole),) = trainer.seen
-    (inputs,) = seen_by_the_loss
-    mask = inputs["completion_mask"].bool()
-    corrected, before = ((logps - inputs["sampling_per_token_logps"])[mask].abs() for logps in (among, whole))
-    assert corrected.mean() < 0.02
-    assert before.mean() > 0.04
-    assert before.mean() > 4 * corrected.mean()
-    probability = (among.exp() - inputs["sampling_per_token_logps"].exp())[mask].abs().mean().item()
-    assert logged(trainer, "discrepancy/mean") == pytest.approx([probability], rel=1e-4)
-
-
-def test_the_gradient_is_that_of_the_truncated_policy(tmp_path, seen_by_the_loss):
-    """One GRPO step with λ = 0: Σ Â·∇log π(y | K) / |o| / N, by a softmax over the whole vocabulary."""
+def test_the_gradient_is_that_of_the_truncated_policy(tmp_path, seen_by_the_loss, acting):
+    """One GRPO step with λ = 0, or a mask that keeps all: Σ Â·∇log π(y | K) / |o| / N, by the whole vocabulary."""
     gradients = {}
 
     class Caught(DCGRPOTrainer):
@@ -360,8 +326,7 @@ def test_the_gradient_is_that_of_the_truncated_policy(tmp_path, seen_by_the_loss
             gradients.update({name: each.grad.clone() for name, each in self.model.named_parameters()})
             return loss
 
-    fields = {"constraint": "static", "lambda_init": 0.0, "max_steps": 1, "top_k": 5, "temperature": 0.8}
-    train(tmp_path, Caught, **fields)
+    train(tmp_path, Caught, max_steps=1, top_k=5, temperature=0.8, **{"constraint": "none"} | acting)
     (inputs,) = seen_by_the_loss
     model = make_model()
     mask = inputs["completion_mask"]
@@ -371,7 +336,7 @@ def test_the_gradient_is_that_of_the_truncated_policy(tmp_path, seen_by_the_loss
     ]
     assert all(len(ids) >= 5 for row in sets for ids in row[:1])
     logps = dense(completion_logits(model, inputs) / 0.8, sets, inputs["completion_ids"])
-    advantages = inputs["advantages"]  # not penalised, with λ = 0
+    advantages = inputs["advantages"]  # neither penalised nor weighed
     (-(advantages * logps * mask).sum(1) / mask.sum(1)).mean().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-4, rtol=1e-3)
