@@ -538,6 +538,12 @@ def untimed_rows(trainer: Any, after: int = 0) -> list[dict[str, Any]]:
     return untimed(trainer.state.log_history, after)
 
 
+def assert_same_run(one: Any, other: Any, after: int = 0) -> None:
+    """Two trainers have logged the same of the steps after this one, and have the same weights."""
+    assert untimed_rows(one, after) == untimed_rows(other, after)
+    assert_same_weights(one.model, other.model)
+
+
 def restore(one: Any, other: Any) -> Any:
     """Gives one the state of the other, as it comes out of a file of JSON; returns it."""
     one.load_state_dict(json.loads(json.dumps(other.state_dict())))

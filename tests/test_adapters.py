@@ -21,17 +21,13 @@ from .helpers import (
 LORA = {"r": 4, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": ["q_proj", "down_proj"]}
 
 
-def save_adapter(folder, base, **options):
-    """A trained adapter of a model that is saved beside it; both folders."""
-    save(base, folder / "base")
-    get_peft_model(base, LoraConfig(**LORA | options, init_lora_weights=False)).save_pretrained(folder / "adapter")
-    return folder / "adapter", folder / "base"
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    torch.manual_seed(0)
-    return save_adapter(tmp_path_factory.mktemp("trained"), make_model())
+    """A trained adapter of a model that is saved beside it; both folders."""
+    folder, base = tmp_path_factory.mktemp("trained"), make_model()
+    save(base, folder / "base")
+    get_peft_model(base, LoraConfig(**LORA, init_lora_weights=False)).save_pretrained(folder / "adapter")
+    return folder / "adapter", folder / "base"
 
 
 def going_on(output_dir, trained, **fields):

@@ -34,16 +34,16 @@ from .stub_server import completions, stub_server
 from .vllm_server import requires_vllm
 
 
-def random_rollouts(prompts=4, samples=3, spread=0.2, seed=0, longest=9):
-    """Rollouts whose log-probabilities differ by noise."""
-    rng = random.Random(seed)
+def random_rollouts():
+    """Three rollouts of each of four prompts, whose log-probabilities differ by noise."""
+    rng = random.Random(0)
     rollouts, train = [], []
-    for prompt in range(prompts):
-        for _ in range(samples):
-            length = rng.randint(1, longest)
+    for prompt in range(4):
+        for _ in range(3):
+            length = rng.randint(1, 9)
             infer = [-rng.uniform(0.01, 4.0) for _ in range(length)]
-            train.append(torch.tensor([min(b + rng.gauss(0, spread), 0.0) for b in infer], dtype=torch.float32))
-            rollouts.append(Rollout(prompt, [rng.randrange(40, 90) for _ in infer], infer, length == longest))
+            train.append(torch.tensor([min(b + rng.gauss(0, 0.2), 0.0) for b in infer], dtype=torch.float32))
+            rollouts.append(Rollout(prompt, [rng.randrange(40, 90) for _ in infer], infer, length == 9))
     return rollouts, train
 
 

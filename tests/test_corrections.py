@@ -113,14 +113,6 @@ def test_weights_stay_in_their_bounds(rows, mode, advantage, lower, upper):
     torch.testing.assert_close(weights, elsewhere, atol=0, rtol=0)  # what stands at other positions has no part
 
 
-@given(st.lists(log_probabilities, min_size=1, max_size=6), st.sampled_from(MODES), st.floats(-2, 2))
-def test_engines_that_agree_have_weights_of_one(row, mode, advantage):
-    logps = torch.tensor([row])
-    everywhere = torch.ones(1, len(row)).bool()
-    weights = CORRECTIONS[mode](SampledTokens(logps, logps.clone(), everywhere, torch.tensor([advantage])))
-    assert (weights == 1).all()
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

@@ -15,18 +15,10 @@ from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.sampling.replica import Replica
 
 from .helpers import make_experts, make_model, make_tokenizer, refuses, tiny_model
-from .test_replica import by_hand
+from .test_replica import PROMPTS, by_hand
 
 
 SCHEMES = ["fp8", "int8", "int4"]  # tests/test_train_through_quantization.py has the others
-PROMPTS = [[20, 30, 40], [50], [60, 70, 80, 90, 100]]
-
-
-def arithmetic_prompts(count=96):
-    tokenizer = make_tokenizer()
-    template = {"add_generation_prompt": True, "return_dict": True}
-    problems = arithmetic_dataset(count, 0, "train")["prompt"]
-    return [tokenizer.apply_chat_template(problem, **template)["input_ids"] for problem in problems]
 
 
 def sampled(policy, scheme, prompts, new_tokens=40):
@@ -73,9 +65,9 @@ def assert_same(ours, theirs, tolerance=0.0):
         assert (ours[name].float() - gradient.float()).norm() <= tolerance * gradient.float().norm(), name
 
 
-def small_batch(vocabulary=262):
+def small_batch():
     torch.manual_seed(3)
-    input_ids = torch.randint(2, vocabulary, (3, 14))
+    input_ids = torch.randint(2, 262, (3, 14))
     attention_mask = torch.ones_like(input_ids)
     attention_mask[1, :4] = 0
     labels = input_ids.masked_fill(attention_mask == 0, -100)
@@ -117,7 +109,9 @@ def test_nothing_is_left_of_the_replicas_mismatch(scheme):
     torch.manual_seed(0)
     policy = tiny_model()
     add_fused_lm_head(policy)
-    samples = sampled(policy, scheme, arithmetic_prompts())
+    problems = arithmetic_dataset(96, 0, "train")["prompt"][:]
+    prompts = make_tokenizer().apply_chat_template(problems, add_generation_prompt=True)["input_ids"]
+    samples = sampled(policy, scheme, prompts)
     apart = mean_gap(policy, *samples)
     aligned = DeployedForward(policy, scheme)
     assert mean_gap(policy, *samples) == pytest.approx(apart, rel=0.2)  # not yet active

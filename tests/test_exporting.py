@@ -32,6 +32,7 @@ from .helpers import (
     random_model,
     read_json,
     refuses,
+    steps_of,
     untimed,
 )
 
@@ -42,10 +43,6 @@ OF_A_RUN = {"deployment", "history.jsonl", "settings.json", "run.png"}
 def make_trainer(output_dir, model=None, reward=None, **options):
     options = {"deployment_scheme": "fp8", "export_run": True, "max_steps": 2} | options
     return helpers.make_trainer(output_dir, model, reward, **options)
-
-
-def steps_of(history):
-    return [row["step"] for row in read_history(history) if "loss" in row]
 
 
 # --- what there is
@@ -122,7 +119,7 @@ def test_a_callback_that_the_user_names_takes_the_place_of_our_own(tmp_path):
     trainer.add_callback(mine)
     assert [one for one in trainer.callback_handler.callbacks if isinstance(one, HistoryCallback)] == [mine]
     trainer.train()
-    assert steps_of(tmp_path / "history.jsonl") == [1, 2]
+    assert steps_of(read_history(tmp_path / "history.jsonl")) == [1, 2]
     assert read_json(tmp_path / "settings.json")["dataset_name"] == "mine"
 
 
@@ -144,7 +141,7 @@ def test_a_resumed_run_goes_on_with_its_history_and_replaces_its_deployment(tmp_
     half = files_in(run / "deployment")
     make_trainer(run, max_steps=4, save_steps=2).train(resume_from_checkpoint=True)
     assert [path.name for path in run.glob("*.1*")] == ["settings.1.json"]  # with the other max_steps
-    assert steps_of(run / "history.jsonl") == [1, 2, 3, 4]
+    assert steps_of(read_history(run / "history.jsonl")) == [1, 2, 3, 4]
     rows, expected = (untimed(read_history(folder / "history.jsonl")) for folder in (run, whole))
     assert rows == expected
     assert files_in(run / "deployment") == files_in(whole / "deployment") != half
@@ -162,7 +159,7 @@ def test_a_second_run_in_the_same_directory_keeps_what_the_first_left(tmp_path, 
         assert (tmp_path / f"{stem}.1.{suffix}").read_bytes() == content
     assert files_in(tmp_path / "deployment.1") == deployment
     assert files_in(tmp_path / "deployment") != deployment
-    assert steps_of(tmp_path / "history.jsonl") == ([1, 2] if same_trainer else [1])
+    assert steps_of(read_history(tmp_path / "history.jsonl")) == ([1, 2] if same_trainer else [1])
     assert "deployment.1" in caplog.text
 
 
@@ -186,10 +183,10 @@ def test_an_evaluation_begins_no_run(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.evaluate(make_prompts(4))
     assert {*os.listdir(tmp_path)} == before
-    assert steps_of(tmp_path / "history.jsonl") == [1]
+    assert steps_of(read_history(tmp_path / "history.jsonl")) == [1]
     trainer.train()
-    assert steps_of(tmp_path / "history.jsonl") == [1, 2]
-    assert steps_of(tmp_path / "history.1.jsonl") == [1]
+    assert steps_of(read_history(tmp_path / "history.jsonl")) == [1, 2]
+    assert steps_of(read_history(tmp_path / "history.1.jsonl")) == [1]
 
 
 def test_what_cannot_be_exported_is_refused_before_the_first_step(tmp_path):

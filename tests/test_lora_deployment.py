@@ -61,9 +61,9 @@ def gap(one, other):
     return (one - other).abs().sum(-1).mean().item() / 2
 
 
-def with_weights_of(replica, seed=0):
+def with_weights_of(replica):
     """The random model with the numbers that a replica of it in a scheme without activations holds."""
-    quantized = make_model(64, seed=seed)
+    quantized = make_model(64)
     weights = {name: value.float() for name, value in replica.model.state_dict().items() if "lora" not in name}
     quantized.load_state_dict(weights)
     return quantized

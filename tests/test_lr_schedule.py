@@ -101,14 +101,14 @@ def test_invalid_numbers_are_refused(period):
 # --- the surge ------------------------------------------------------------------------------------------------------
 
 
-def jump(at, low=1000, high=3500, steps=300):
-    return [low if step < at else high for step in range(1, steps + 1)]
+def jump(at, high=3500, steps=300):
+    return [1000 if step < at else high for step in range(1, steps + 1)]
 
 
-def sigmoid(centre, width, low=1000, high=3500, steps=300):
+def sigmoid(centre, width):
     """`width`: steps from 10 % to 90 % of the rise."""
     slope = 2 * math.log(9) / width
-    return [low + (high - low) / (1 + math.exp(-slope * (step - centre))) for step in range(1, steps + 1)]
+    return [1000 + 2500 / (1 + math.exp(-slope * (step - centre))) for step in range(1, 301)]
 
 
 def noisy(curve, deviation, seed):

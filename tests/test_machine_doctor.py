@@ -149,9 +149,9 @@ def test_what_hangs_is_ended(at_root, monkeypatch):
 # --- the whole
 
 
-def doctor(folder, *words, python=sys.executable):
+def doctor(folder, *words):
     """The script as a user starts it, in an empty directory."""
-    command = [python, "-m", "dc_trl", "doctor", "--log", "doctor.log"]
+    command = [sys.executable, "-m", "dc_trl", "doctor", "--log", "doctor.log"]
     return subprocess.Popen(
         [*DEFAULT_SIGINT, *command, *words],
         cwd=folder,

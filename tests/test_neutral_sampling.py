@@ -15,10 +15,10 @@ from dc_trl.settings.neutral_sampling import OUT_OF_REPLICA, TRUNCATIONS, VLLM_S
 
 from .helpers import Watch, at_server, logged, make_config, make_model, make_trainer, plain_logps, refuses
 from .stub_server import stub_server
+from .test_truncation import PROMPTS, sample
 from .vllm_server import requires_vllm
 
 
-PROMPTS = [[20, 30, 40], [50], [60, 70, 80, 90, 100]] * 8
 # Each would be taken for mismatch. Those of transformers change what the replica records, as is tested below.
 RESTRICTING = {
     "top_h": 0.5,
@@ -53,13 +53,6 @@ NEUTRAL = {
 }
 
 
-def sampled(replica, **settings):
-    """Completions and log-probabilities from one random state."""
-    torch.manual_seed(0)
-    config = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": [1, 40, 41]}
-    return replica.generate(PROMPTS, GenerationConfig(**config | settings), 1.0)
-
-
 def mean_gap(replica, completions, logprobs):
     """Mean |Δp| between what was recorded and a forward pass of the same model."""
     gaps = []
@@ -80,17 +73,17 @@ WARPERS = {"top_h", "typical_p", "epsilon_cutoff", "do_sample", "watermarking_co
 
 @pytest.mark.parametrize("name", RESTRICTING)
 def test_what_is_refused_restricts(replica, name):
-    plain, restricted = sampled(replica), sampled(replica, **{name: RESTRICTING[name]})
+    plain, restricted = sample(replica, False), sample(replica, False, **{name: RESTRICTING[name]})
     assert plain[0] != restricted[0]
     if name not in WARPERS:
         assert mean_gap(replica, *restricted) > 3 * mean_gap(replica, *plain)
 
 
 def test_what_is_accepted_changes_nothing(replica, tmp_path):
-    plain = sampled(replica)
+    plain = sample(replica, False)
     for name, value in NEUTRAL.items():
         make_config(tmp_path, generation_kwargs={name: value})
-        assert sampled(replica, **{name: value}) == plain, name
+        assert sample(replica, False, **{name: value}) == plain, name
     of_vllm = {"ignore_eos": True, "stop": ["\n"], "seed": 7, "top_k": -1, "presence_penalty": 0.0, "logprobs": 0}
     make_config(tmp_path, use_vllm=True, generation_kwargs=of_vllm)
 

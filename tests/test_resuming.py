@@ -29,8 +29,8 @@ from .helpers import (
     ByStep,
     On,
     Rollouts,
+    assert_same_run,
     assert_same_tensors,
-    assert_same_weights,
     logged,
     make_experts,
     make_model,
@@ -38,7 +38,6 @@ from .helpers import (
     read_json,
     refuses,
     steps_of,
-    untimed_rows,
 )
 
 
@@ -60,11 +59,6 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def checkpoint(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "run" / "checkpoint-1")
-
-
-def copy_as(checkpoint, step):
-    """The checkpoint under the name of another step."""
-    return shutil.copytree(checkpoint, checkpoint.with_name(f"checkpoint-{step}"))
 
 
 def test_a_manifest_lists_every_file_and_tells_one_that_is_cut_short(checkpoint):
@@ -153,7 +147,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_named(checkpoint, c
     run = checkpoint.parent
     assert resumable_checkpoint(None, run) is resumable_checkpoint(False, run) is resumable_checkpoint("false", run)
     for step in (2, 3, 10):
-        copy_as(checkpoint, step)
+        shutil.copytree(checkpoint, run / f"checkpoint-{step}")
     (run / "checkpoint-3" / "optimizer.pt").unlink()
     (run / "checkpoint-10" / "trainer_state.json").unlink()
     (run / "checkpoint-99").mkdir()
@@ -211,8 +205,7 @@ def test_a_run_resumed_within_a_generation_batch_is_the_uninterrupted_one(tmp_pa
     )
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert untimed_rows(resumed, 1) == untimed_rows(whole, 1)
-    assert_same_weights(resumed.model, whole.model)
+    assert_same_run(resumed, whole, after=1)
 
 
 def test_the_settings_of_a_run_that_goes_on_are_recorded_and_the_old_ones_kept(tmp_path):

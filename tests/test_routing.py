@@ -1,7 +1,5 @@
 """Routing replay: the experts that sampled are the experts that are trained."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -33,6 +31,7 @@ from .helpers import (
     random_model,
     read_json,
     refuses,
+    save,
     succeed,
 )
 from .routing_worker import mean_gap_at
@@ -56,9 +55,9 @@ def choices(model, forward):
     return output, routes.unflatten(0, output.logits.shape[:2]).to(torch.int16)
 
 
-def random_routes(batch, tokens, layers=2, experts=8, k=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(batch, tokens, layers, experts, generator=generator).argsort(-1)
+def random_routes(batch, tokens, layers=2, k=2):
+    generator = torch.Generator().manual_seed(0)
+    order = torch.rand(batch, tokens, layers, 8, generator=generator).argsort(-1)
     return order[..., :k].to(torch.int16)
 
 
@@ -350,7 +349,7 @@ def test_it_works_together_with_the_deployed_forward(tmp_path):
     """
     model = make_experts()
     model.config.use_cache = False
-    folder = Path(save(model, tmp_path))
+    folder = save(model, tmp_path / "model")
     (folder / "generation_config.json").unlink()
     fields = {"learning_rate": 0.0, "max_steps": 2, "train_through_quantization": True, "gradient_checkpointing": True}
     runs = []
@@ -364,15 +363,12 @@ def test_it_works_together_with_the_deployed_forward(tmp_path):
 
 def test_a_reference_model_is_compared_at_the_same_experts(tmp_path):
     """Without a step, the policy is its reference, and KL is 0 to the last bit."""
-    trainer = make_trainer(tmp_path, beta=0.1, learning_rate=0.0, max_steps=2, model=save(make_experts(), tmp_path))
+    trainer = make_trainer(
+        tmp_path, beta=0.1, learning_rate=0.0, max_steps=2, model=str(save(make_experts(), tmp_path / "model"))
+    )
     assert trainer.ref_model is not None
     trainer.train()
     assert logged(trainer, "kl") == [0.0, 0.0]
-
-
-def save(model, folder):
-    model.save_pretrained(folder / "model")
-    return str(folder / "model")
 
 
 @pytest.mark.long

@@ -151,18 +151,6 @@ def test_the_most_probable_tokens_and_a_tail_are_the_papers_sum_over_them(policy
         torch.testing.assert_close(each, theirs, rtol=1e-3, atol=1e-5)
 
 
-def test_the_drift_is_what_one_computes_by_hand(policy, batch):
-    """p = 1/12 of each word, and q = ½ of two of them: ½(2·5/12 + 10/12), and √(2·25/144 + 10/144)."""
-    for parameter in policy.parameters():
-        torch.nn.init.zeros_(parameter)
-    ids, mask = batch
-    centering = ScoreCentering(policy, None)
-    log_p = log_softmax(policy, ids, mask, 1.0)
-    named = named_tokens(torch.full_like(log_p, 0.5).log(), torch.tensor([3, 7]).expand(3, WIDTH, 2))
-    drift = centering(ids, mask, WIDTH, torch.ones(3), named=named).drift
-    torch.testing.assert_close(drift, torch.tensor([5 / 6, 60**0.5 / 12]).expand(3, WIDTH, 2))
-
-
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), sharpness=st.floats(0.1, 6.0), temperature=st.sampled_from([0.5, 1.0, 1.7]))
 def test_the_centred_score_of_any_sampler_has_the_mean_zero(seed, sharpness, temperature):

@@ -22,12 +22,11 @@ from .helpers import (
     MISALIGNED,
     On,
     Rollouts,
-    assert_same_weights,
+    assert_same_run,
     corrected_tokens,
     logged,
     make_prompts,
     read_json,
-    untimed_rows,
 )
 
 
@@ -151,7 +150,7 @@ def whole(tmp_path_factory):
 def test_an_evaluation_sees_the_present_weights_and_training_goes_on_with_its_own(tmp_path, whole):
     plain = make_trainer(tmp_path / "plain", lambda_lr=KILLED["lambda_lr"])
     plain.train()
-    assert untimed_rows(whole) == untimed_rows(plain)
+    assert_same_run(whole, plain)
 
     weights = watched(tmp_path / "evaluated", **EVALUATED)
     assert set(weights.evaluated) == {3, 6, 9, 10}
@@ -172,7 +171,7 @@ def test_the_correction_gets_the_age_of_each_batch(tmp_path, batches):
     # Two evaluations, after steps 3 and 6, with the present weights.
     assert training == ([0, 2, 0, 0, 0] if batches else [0, 1, 2, 0, 3, 0, 1, 0])
     assert rest == training[1 if batches else 2 :]
-    assert untimed_rows(resumed, 2) == untimed_rows(whole, 2)
+    assert_same_run(resumed, whole, after=2)
 
 
 @pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.long) for step in (4, 6))])
@@ -184,8 +183,7 @@ def test_a_resumed_run_samples_with_the_weights_of_the_one_that_was_killed(tmp_p
     assert kept == (step % 4 != 0)  # where new ones are due, the checkpoint's own will do
     resumed = make_trainer(tmp_path, **KILLED)
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert untimed_rows(resumed, step) == untimed_rows(whole, step)
-    assert_same_weights(resumed.model, whole.model)
+    assert_same_run(resumed, whole, after=step)
 
 
 def test_a_resumed_run_goes_by_its_own_number_of_steps(tmp_path):

@@ -38,8 +38,8 @@ def test_two_processes_evaluate_as_one(tmp_path):
     assert sorted(read_json(tmp_path / "two" / "greedy.json")) == pytest.approx(sorted(expected))
 
 
-def with_columns(count=6):
-    return make_prompts(count).add_column("bonus", [float(number) for number in range(count)])
+def with_columns():
+    return make_prompts(6).add_column("bonus", [float(number) for number in range(6)])
 
 
 def by_everything(prompts, completions, completion_ids, bonus, trainer_state, log_extra, log_metric, **kwargs):

@@ -51,10 +51,10 @@ by_name = lambda settings: "-".join(settings)  # noqa: E731
 VOCABULARY = 262
 
 
-def kept_of(sets, device="cpu"):
+def kept_of(sets):
     """`Named.kept` of token ids, by completion and position."""
     logprobs = [[KeptLogProb(0.0, torch.tensor(ids).int()) if ids else math.nan for ids in row] for row in sets]
-    return Named.kept(logprobs, torch.device(device))
+    return Named.kept(logprobs, torch.device("cpu"))
 
 
 def dense(logits, sets, sampled):
@@ -112,33 +112,24 @@ MODELS = {
 }
 
 
-def scored_by(model, kept, completion_ids, in_float32=False, autocast=False):
-    """(log-probabilities among the kept tokens, TRL's own) of a forward with TRL's fused head at temperature 0.7."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    add_fused_lm_head(base, temperature=0.7, cast_lm_head_to_fp32=in_float32)
-    ids = torch.cat([torch.full((len(completion_ids), 3), 7), completion_ids], dim=1)
-    labels = ids.clone()
-    labels[:, :3] = -100
-    with (
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-        KeptHead(base, kept, completion_ids, 0.7, in_float32) as head,
-    ):
-        whole = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs[:, 2:]
-    logits = model(input_ids=ids).logits[:, 2:-1].float() / 0.7
-    return head.log_probs(whole), whole, logits
-
-
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_the_logits_are_those_of_the_model(make):
+    """By a forward with TRL's fused head at temperature 0.7."""
     torch.manual_seed(0)
     model = make()
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    add_fused_lm_head(base, temperature=0.7)
     completion_ids = torch.randint(10, 200, (3, 5))
     sets = [
         [[token.item(), *(201, 230, 5, 261)[: position % 5]] for position, token in enumerate(row)]
         for row in completion_ids
     ]
-    among, _, logits = scored_by(model, kept_of(sets), completion_ids)
-    torch.testing.assert_close(among, dense(logits, sets, completion_ids), atol=1e-5, rtol=1e-5)
+    ids = torch.cat([torch.full((3, 3), 7), completion_ids], dim=1)
+    with KeptHead(base, kept_of(sets), completion_ids, 0.7, False) as head:
+        whole = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[:, 2:]
+    logits = model(input_ids=ids).logits[:, 2:-1].float() / 0.7
+    expected = dense(logits, sets, completion_ids)
+    torch.testing.assert_close(head.log_probs(whole), expected, atol=1e-5, rtol=1e-5)
 
 
 # Fields that say what a model does around its output head, each with a value that does something.
@@ -221,6 +212,7 @@ def replica():
 
 
 def sample(replica, among_kept=True, temperature=1.0, **fields):
+    """Completions and log-probabilities from one random state."""
     torch.manual_seed(0)
     common = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": [1, 40, 41]}
     config = GenerationConfig(**common | fields, temperature=temperature)
