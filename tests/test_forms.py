@@ -105,8 +105,9 @@ def test_level_and_margin_of_a_signed_form():
     settings = {"constraint_form": "quadratic"}
     by_token = form_of(ConstraintSettings(constraint="static", **settings, discrepancy_margin=0.1001))
     torch.testing.assert_close(by_token(TOKENS), torch.tensor([[0.0, 0, 0], [-0.25, 0.5, 0.0]]))
-    by_trajectory = form_of(ConstraintSettings(constraint="static", **settings, discrepancy_level="sequence"))
-    expected = torch.tensor([[0.05, 0.05, 0.0], [0.25 / 3] * 3])
+    settings |= {"discrepancy_level": "sequence", "discrepancy_margin": 0.1}  # δ of the trajectories is 0.05 and 0.25
+    by_trajectory = form_of(ConstraintSettings(constraint="static", **settings))
+    expected = torch.tensor([[0.0] * 3, [0.25 / 3] * 3])
     torch.testing.assert_close(by_trajectory(TOKENS), expected)
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import TrainerCallback
 
 from dc_trl import DCGRPOTrainer
@@ -15,7 +13,6 @@ from dc_trl.constraint.settings import ConstraintSettings
 from dc_trl.constraint.thresholds import FAR, drift_warning
 from dc_trl.run.manifest import checkpoint_defect
 from dc_trl.sampling.replica import Replica
-from dc_trl.sampling.versions import SyncSchedule
 
 from . import helpers
 from .helpers import (
@@ -104,21 +101,6 @@ def test_several_steps_on_a_generation_batch(tmp_path):
     weights = watched(tmp_path, **options)
     assert weights.sampled_by() == [0, 0, 0, 0, 4, 4, 4, 4]
     assert logged(weights.trainer, "sync/age") == [0, 2, 0, 2]
-
-
-@given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=30))
-def test_weights_are_never_older_than_allowed(every, batches):
-    """Generation batches some steps apart, of which some ask for new weights: each has weights younger than that."""
-    schedule, step = SyncSchedule(every), 0
-    for steps, wanted in batches:
-        step += steps
-        asked = schedule.step is None
-        if not schedule.lags(step):
-            schedule.synced(step)
-        age = schedule.age(step)
-        assert age == 0 if asked or every == 1 else 0 <= age < every
-        schedule.step = None if wanted else schedule.step
-        assert schedule.due(step) == wanted
 
 
 def test_a_second_training_begins_with_present_weights(tmp_path):
