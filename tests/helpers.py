@@ -43,7 +43,9 @@ from trl import GRPOConfig, GRPOTrainer
 from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.calibration.causes import disturb, view_of
 from dc_trl.constraint.constraint import Constrained
+from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.deployed_forward import DeployedForward
+from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.sampled_tokens import SampledTokens
 
 
@@ -294,6 +296,11 @@ def save(model: Any, folder: Path, tokenizer: Any = None) -> Path:
     model.save_pretrained(folder)
     (make_tokenizer() if tokenizer is None else tokenizer).save_pretrained(folder)
     return folder
+
+
+def write_checkpoint(model: Any, scheme: str, folder: Path) -> None:
+    """Writes a policy as it is deployed, with our tokenizer."""
+    CheckpointWriter(model, scheme, make_tokenizer()).write(policy_tensors(model), folder)
 
 
 def make_trainer(output_dir: Any, model: Any = None, reward: Any = None, kind: Any = DCGRPOTrainer, **options: Any):

@@ -153,7 +153,7 @@ def test_a_group_is_kept_where_one_function_differs_of_those_that_are_normalised
 def test_the_auxiliary_loss_of_a_router_keeps_its_size(tmp_path):
     """One group of four is kept. Advantages of a group sum to zero, so at equal weights the rest of the loss is 0."""
 
-    def one_differs(completions, prompts, **kwargs):
+    def one_differs(completions, **kwargs):
         return [float(i == 0) for i in range(len(completions))]
 
     fields = {"drop_zero_std_groups": True, "constraint": "none", "router_aux_loss_coef": 0.1}

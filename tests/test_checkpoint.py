@@ -17,7 +17,7 @@ from transformers import (
 
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.schemes import SCHEMES, resolve_scheme
-from dc_trl.quantization.tensors import deployed_tensors, policy_tensors
+from dc_trl.quantization.tensors import deployed_tensors
 from dc_trl.sampling.replica import Replica
 
 from .helpers import (
@@ -29,29 +29,14 @@ from .helpers import (
     files_in,
     make_experts,
     make_model,
-    make_tokenizer,
     random_model,
     read_json,
     refuses,
     succeed,
     tensors_in,
+    write_checkpoint,
 )
 from .test_replica import by_hand
-
-
-# Code that a process of its own runs: `model` is the policy, `writer(scheme)` its writer.
-PROLOGUE = """
-import os, resource, sys, time, torch
-from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.quantization.tensors import policy_tensors
-from tests.helpers import make_model, make_tokenizer
-def writer(model, scheme="fp8", **kwargs):
-    return CheckpointWriter(model, scheme, make_tokenizer(), **kwargs)
-"""
-
-
-def write(model, scheme, directory, **kwargs):
-    return CheckpointWriter(model, scheme, make_tokenizer(), **kwargs).write(policy_tensors(model), directory)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +49,7 @@ def write(model, scheme, directory, **kwargs):
     ],
 )
 def test_transformers_loads_every_scheme_as_its_format_is_defined(tmp_path, model, scheme, form):
-    write(model, scheme, tmp_path / "checkpoint")
+    write_checkpoint(model, scheme, tmp_path / "checkpoint")
     # compressed-tensors decompresses these formats to bfloat16.
     dtype = torch.bfloat16 if scheme in ("nvfp4", "nvfp4a16", "mxfp8") else torch.float32
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=dtype)
@@ -126,7 +111,7 @@ def test_tied_embeddings_that_an_adapter_parts_are_deployed_as_the_policy_comput
 
     def engines(model, scheme, folder):
         """The replica, and what transformers loads of the export."""
-        write(model, scheme, folder)
+        write_checkpoint(model, scheme, folder)
         yield Replica(model, scheme).model
         yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -151,7 +136,7 @@ def test_experts_without_a_name_each_are_refused():
 def test_a_shared_expert_is_quantized_and_its_gate_is_not(tmp_path):
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
     model = random_model(Qwen2MoeConfig, shared_expert_intermediate_size=32, **experts)
-    write(model, "fp8", tmp_path / "checkpoint")
+    write_checkpoint(model, "fp8", tmp_path / "checkpoint")
     written = tensors_in(tmp_path / "checkpoint")
     block = "model.layers.0.mlp."
     assert written[f"{block}shared_expert.up_proj.weight"].dtype == torch.float8_e4m3fn
@@ -179,9 +164,9 @@ def test_a_sharded_policy_is_scored_among_kept_tokens_and_an_adapted_one_not_dep
 
 def test_shards_hold_together_what_one_file_holds(tmp_path, monkeypatch):
     model = make_model(64)
-    write(model, "fp8", tmp_path / "whole")
+    write_checkpoint(model, "fp8", tmp_path / "whole")
     monkeypatch.setattr("dc_trl.quantization.checkpoint._SHARD_BYTES", 30_000)
-    write(model, "fp8", tmp_path / "sharded")
+    write_checkpoint(model, "fp8", tmp_path / "sharded")
     files = sorted(file.name for file in (tmp_path / "sharded").glob("*.safetensors"))
     assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     assert len(files) > 2
@@ -196,9 +181,13 @@ def test_shards_hold_together_what_one_file_holds(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_kill_leaves_the_old_checkpoint_and_the_next_write_clears_up(tmp_path):
     checkpoint = tmp_path / "checkpoint"
-    write(make_model(64, seed=0), "fp8", checkpoint)
+    write_checkpoint(make_model(64, seed=0), "fp8", checkpoint)
     before = files_in(checkpoint)
     code = f"""
+import time
+from dc_trl.quantization.checkpoint import CheckpointWriter
+from dc_trl.quantization.tensors import policy_tensors
+from tests.helpers import make_model, make_tokenizer
 model = make_model(64, seed=1)
 def slowly():
     for number, item in enumerate(policy_tensors(model)):
@@ -206,26 +195,26 @@ def slowly():
             print("half", flush=True)
             time.sleep(3600)  # until it is killed
         yield item
-writer(model).write(slowly(), {str(checkpoint)!r})
+CheckpointWriter(model, "fp8", make_tokenizer()).write(slowly(), {str(checkpoint)!r})
 """
-    process = subprocess.Popen([sys.executable, "-c", PROLOGUE + code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "half\n"
     (half,) = tmp_path.glob("*.partial")
     # While that process lives, another writer leaves its folder alone.
-    write(make_model(64, seed=0), "fp8", checkpoint)
+    write_checkpoint(make_model(64, seed=0), "fp8", checkpoint)
     assert half.exists()
     process.kill()
     process.wait()
     assert files_in(checkpoint) == before
-    write(make_model(64, seed=2), "fp8", checkpoint)
+    write_checkpoint(make_model(64, seed=2), "fp8", checkpoint)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
 def test_a_full_disk_is_an_error_and_harms_nothing(small_disk):
-    write(make_model(32), "bf16", small_disk / "checkpoint")
+    write_checkpoint(make_model(32), "bf16", small_disk / "checkpoint")
     before = files_in(small_disk / "checkpoint")
     with refuses(OSError, "No space left"):
-        write(make_model(256), "bf16", small_disk / "checkpoint")
+        write_checkpoint(make_model(256), "bf16", small_disk / "checkpoint")
     assert files_in(small_disk / "checkpoint") == before
     assert [path.name for path in small_disk.iterdir()] == ["checkpoint"]
 
@@ -233,7 +222,7 @@ def test_a_full_disk_is_an_error_and_harms_nothing(small_disk):
 def test_a_file_in_the_way_is_not_overwritten(tmp_path):
     (tmp_path / "checkpoint").write_text("mine")
     with refuses(OSError, "checkpoint"):
-        write(make_model(32), "bf16", tmp_path / "checkpoint")
+        write_checkpoint(make_model(32), "bf16", tmp_path / "checkpoint")
     assert (tmp_path / "checkpoint").read_text() == "mine"
 
 
@@ -243,7 +232,7 @@ def test_tensors_that_an_architecture_keeps_in_float32_stay_so(tmp_path, scheme)
     name = "model.layers.0.mlp.gate.e_score_correction_bias"
     biases = torch.tensor([28.0, 28.01, 28.02, 28.07])  # next to each other in bfloat16: 28 and 28.125
     model.state_dict()[name].copy_(biases)
-    CheckpointWriter(model, scheme).write(policy_tensors(model), tmp_path / "checkpoint")
+    write_checkpoint(model, scheme, tmp_path / "checkpoint")
     stored = tensors_in(tmp_path / "checkpoint")
     assert torch.equal(stored[name], biases)
     assert stored["model.norm.weight"].dtype == torch.bfloat16

@@ -17,8 +17,6 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, DeploymentCheckpointCallback, HistoryCallback
 from dc_trl.async_grpo import AsyncDCGRPOTrainer
-from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.records.runs import read_history
 
 from . import helpers
@@ -28,12 +26,12 @@ from .helpers import (
     files_in,
     make_model,
     make_prompts,
-    make_tokenizer,
     random_model,
     read_json,
     refuses,
     steps_of,
     untimed,
+    write_checkpoint,
 )
 
 
@@ -61,7 +59,7 @@ def test_the_swap_alone_leaves_the_run_and_the_deployment(tmp_path):
     assert deployment == files_in(tmp_path / "by hand")
     # A second process, as it were: the last checkpoint's weights, read by transformers and quantized by a new writer.
     policy = AutoModelForCausalLM.from_pretrained(run / "checkpoint-2", dtype=torch.float32)
-    CheckpointWriter(policy, "fp8", make_tokenizer()).write(policy_tensors(policy), tmp_path / "again")
+    write_checkpoint(policy, "fp8", tmp_path / "again")
     assert deployment["model.safetensors"] == (tmp_path / "again" / "model.safetensors").read_bytes()
     assert json.loads(deployment["config.json"])["quantization_config"]["format"] == "float-quantized"
 

@@ -233,8 +233,8 @@ def made(arguments, tmp_path):
     return arguments
 
 
-def with_adapter(tmp_path, **options):
-    return PeftModel.from_pretrained(make_model(), adapter(tmp_path / "adapter"), **options)
+def with_adapter(tmp_path):
+    return PeftModel.from_pretrained(make_model(), adapter(tmp_path / "adapter"))
 
 
 def capped_otherwise():

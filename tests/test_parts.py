@@ -128,7 +128,7 @@ def test_the_later_part_is_outside(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [{}, MISALIGNED])
-def test_a_form_of_the_users_own_logs_what_it_says(tmp_path, seen_by_the_loss, steps):
+def test_a_form_of_the_users_own_logs_what_it_says(tmp_path, steps):
     """The mean over the scored tokens of the whole generation batch, of micro-batches of different lengths."""
     trainer = make_trainer(tmp_path, rollout_func=Rollouts(), constraint="static", max_steps=1, **steps)
     form, seen = trainer.constraint.form, []

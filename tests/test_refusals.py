@@ -401,7 +401,7 @@ def test_of_a_trainer(tmp_path, monkeypatch, settings, words):
     assert_names(refused.value, words)
 
 
-def test_a_refusal_names_the_file_whose_field_it_is_and_no_other(tmp_path, capsys):
+def test_a_refusal_names_the_file_whose_field_it_is_and_no_other(tmp_path):
     file = tmp_path / "run.yaml"
     for line in ("lambda_lr: fast", "lambda_lr: -1", "lamda_lr: 1", "save_strategy: sometimes", "learning_rate: [1]"):
         file.write_text(f"{line}\n")

@@ -53,17 +53,16 @@ def make_run(folder, rows=None, settings=None, summary=None):
     return folder
 
 
-def make_summary(**overrides):
-    return {
-        "engine": "fp8",
-        "constraint": "lagrangian",
-        "steps": 4,
-        "before": {"reward": 0.25, "discrepancy": 0.0021, "greedy": 0.40625, "greedy_se": 0.0625, "problems": 64},
-        "after": {"reward": 0.5, "discrepancy": 0.0019, "greedy": 0.75, "greedy_se": 0.054, "problems": 64},
-        "lambda": 0.1234,
-        "tokens": 12345,
-        "seconds": 67.8,
-    } | overrides
+SUMMARY = {
+    "engine": "fp8",
+    "constraint": "lagrangian",
+    "steps": 4,
+    "before": {"reward": 0.25, "discrepancy": 0.0021, "greedy": 0.40625, "greedy_se": 0.0625, "problems": 64},
+    "after": {"reward": 0.5, "discrepancy": 0.0019, "greedy": 0.75, "greedy_se": 0.054, "problems": 64},
+    "lambda": 0.1234,
+    "tokens": 12345,
+    "seconds": 67.8,
+}
 
 
 def read_report(path):
@@ -92,7 +91,7 @@ def row_of(reader, name):
 def test_the_report_of_a_run_says_what_its_files_say(tmp_path):
     measured = {"eval_greedy_reward": 0.40625, "eval_greedy_reward_se": 0.0625, "eval_reward": 0.25}
     rows = [{"step": 0} | measured, *make_rows(), {"step": 4, "eval_greedy_reward": 0.75, "eval_reward": 0.5}]
-    make_run(tmp_path / "run", rows=rows, settings=SETTINGS, summary=make_summary())
+    make_run(tmp_path / "run", rows=rows, settings=SETTINGS, summary=SUMMARY)
     reader = read_report(write_report(tmp_path / "run", tmp_path / "out" / "report.html"))
     assert [image["alt"].partition(" over ")[0] for image in reader.all("img")] == [
         "mean reward",
@@ -260,7 +259,7 @@ def test_the_figure_says_why_the_multiplier_moves(multiplier, note):
 
 def test_a_rate_is_shown_where_tokens_are_worked_on(tmp_path):
     rows = make_rows(**{"time/generation": 2.0, "time/sync": 1.0, "time/loss": 1.0})
-    reader = read_report(write_report(make_run(tmp_path / "run", rows, summary=make_summary()), tmp_path / "r.html"))
+    reader = read_report(write_report(make_run(tmp_path / "run", rows, summary=SUMMARY), tmp_path / "r.html"))
     assert row_of(reader, "generation") == ["8.0", "50.0%", "1,543"]  # 12,345 tokens
     assert row_of(reader, "weight sync") == ["4.0", "25.0%", ""]
     assert row_of(reader, "all") == ["16.0", "100.0%", "772"]

@@ -7,12 +7,14 @@ from compressed_tensors.quantization import QuantizationStrategy
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 
-from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.fake_quantize import compressed_weight
 from dc_trl.quantization.schemes import SCHEMES, fused_experts, resolve_scheme
-from dc_trl.quantization.tensors import policy_tensors
 
-from .helpers import make_experts, make_model, make_tokenizer
+from .helpers import (
+    make_experts,
+    make_model,
+    write_checkpoint,
+)
 
 
 def whole(weight: torch.Tensor, scheme) -> dict[str, torch.Tensor]:
@@ -76,7 +78,7 @@ def test_a_checkpoint_is_what_the_libraries_write_from_the_whole(tmp_path, schem
     model = make()
     if scheme == "fp8_w8a16" and fused_experts(model):
         pytest.skip("vLLM loads no mixture in it, so it is refused")
-    CheckpointWriter(model, scheme, make_tokenizer()).write(policy_tensors(model), tmp_path / "ours")
+    write_checkpoint(model, scheme, tmp_path / "ours")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "published")
     names = load_file(tmp_path / "published" / "model.safetensors").keys()
     weights, resolved = published_weights(make()), resolve_scheme(scheme, make())
