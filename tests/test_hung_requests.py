@@ -24,7 +24,7 @@ class Hang:
     """Has servers answer until they are asked for one thing often enough; then a signal comes, and they hang."""
 
     def __init__(self, servers, path, number):
-        self._servers, self._path, self._left = servers, path, number
+        self._path, self._left = path, number
         self._lock = threading.Lock()
         for server in servers:
             server.completes = sampled
