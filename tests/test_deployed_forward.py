@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from accelerate.utils import convert_outputs_to_fp32
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, GraniteConfig
 from trl.trainer.utils import add_fused_lm_head
@@ -227,19 +226,6 @@ def test_layers_are_recomputed_as_they_were_computed(experts):
         with DeployedForward(policy, "fp8").active():
             results.append(gradients(policy, batch))
     assert_same(results[1], results[0])
-
-
-def test_autocast_has_no_part_in_it():
-    policy, batch = make_model(128), small_batch()
-    add_fused_lm_head(policy)
-    aligned = DeployedForward(policy, "fp8")
-    with aligned.active():
-        expected = logps(policy, batch, 8)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(logps(policy, batch, 8), expected)
-        # As accelerate prepares a model for mixed precision.
-        policy.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=torch.bfloat16)(policy.forward))
-        assert torch.equal(logps(policy, batch, 8), expected)
 
 
 LORA = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "down_proj"]}
