@@ -83,15 +83,16 @@ def arithmetic_problems(size: int, seed: int, split: Split) -> list[Problem]:
             if not is_held_out(problem.question):
                 problems.append(problem)
         return problems
-    numbers = range(10, 100)
-    every = [(first, "+", second) for first in numbers for second in numbers]
-    every += [(first, "-", second) for first in numbers for second in numbers if first >= second]
-    every += [(first, "*", second) for first in range(1, 100) for second in range(2, 10)]
-    pools: dict[str, list[Problem]] = {operator: [] for operator in "+-*"}
-    for first, operator, second in every:
-        problem = _worked(first, operator, second)
-        if is_held_out(problem.question):
-            pools[operator].append(problem)
+    two_digits = range(10, 100)
+    every = {
+        "+": itertools.product(two_digits, two_digits),
+        "-": ((first, second) for first in two_digits for second in range(10, first + 1)),
+        "*": itertools.product(range(1, 100), range(2, 10)),
+    }
+    pools = {}
+    for operator, pairs in every.items():
+        worked = (_worked(first, operator, second) for first, second in pairs)
+        pools[operator] = [problem for problem in worked if is_held_out(problem.question)]
     available = sum(map(len, pools.values()))
     if size > available:
         raise ValueError(f"size={size} exceeds the {available} held-out problems: ask for at most {available}.")
