@@ -19,7 +19,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import comb
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -66,15 +66,15 @@ class Case(NamedTuple):
         """
         gc.collect()  # the view of the last pass and its hooks refer to each other, and hold the deployed weights
         view = view_of(self.policy)
-        arguments = {
-            "weights": "weights",
-            "activations": "activations",
-            "cache": "KV cache",
-            "compute": "precision",
-            "adapters": "adapter",
-        }
-        switches: dict[str, Any] = {name: cause in removed for name, cause in arguments.items()}
-        deployed = DeployedForward(view, scheme, **switches)
+        deployed = DeployedForward(
+            view,
+            scheme,
+            weights="weights" in removed,
+            activations="activations" in removed,
+            cache="KV cache" in removed,
+            compute="precision" in removed,
+            adapters="adapter" in removed,
+        )
         if disturbed:
             disturb(view, self.settings.seed)
         with deployed.active():

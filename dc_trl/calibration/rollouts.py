@@ -231,18 +231,15 @@ def _forward(
 ) -> list[Tensor]:
     """Score rollouts in one batch as TRL lays it out: prompts padded on the left, completions on the right."""
     device = policy.device
-    before = [torch.tensor(prompts[rollout.prompt]) for rollout in rollouts]
-    after = [torch.tensor(rollout.ids) for rollout in rollouts]
-    prompt_ids, completion_ids = pad(before, padding_side="left"), pad(after)
-    prompt_mask = pad([torch.ones_like(ids) for ids in before], padding_side="left")
-    completion_mask = pad([torch.ones_like(ids) for ids in after])
-    attention_mask = torch.cat([prompt_mask, completion_mask], dim=1)
-    inputs = {
-        "input_ids": torch.cat([prompt_ids, completion_ids], dim=1),
-        "attention_mask": attention_mask,
-        "labels": torch.cat([torch.full_like(prompt_ids, -100), pad(after, -100)], dim=1),
-    }
+    before = pad([torch.tensor(prompts[rollout.prompt]) for rollout in rollouts], -100, padding_side="left")
+    after = pad([torch.tensor(rollout.ids) for rollout in rollouts], -100)
+    whole = torch.cat([before, after], dim=1).to(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.bf16):
-        output = policy(**{name: tensor.to(device) for name, tensor in inputs.items()}, fused_lm_head=True)
-    values = output.log_probs[:, -completion_ids.shape[1] :].float().cpu()
+        output = policy(
+            input_ids=whole.clamp(min=0),
+            attention_mask=(whole != -100).long(),
+            labels=torch.cat([torch.full_like(before, -100), after], dim=1).to(device),
+            fused_lm_head=True,
+        )
+    values = output.log_probs[:, -after.shape[1] :].float().cpu()
     return [values[row, : len(rollout.ids)].clone() for row, rollout in enumerate(rollouts)]
