@@ -37,15 +37,13 @@ def subcommand(make_parser: Callable[[], OptionParser], *refusals: type[Exceptio
         code: exit code of a refusal and, where 1 is an answer, of any other exception too.
     """
 
-    wrong_input: tuple[type[Exception], ...] = (*WRONG_INPUT, ServerError, *refusals)
-
     def decorate(run: Callable) -> Callable:
         def main(words: Sequence[str] | None = None) -> int | None:
             args = make_parser().parse_args(words)
             leave_on_sigterm()
             try:
                 return run(args)
-            except wrong_input as error:
+            except (*WRONG_INPUT, ServerError, *refusals) as error:
                 if code == 1:
                     sys.exit(printable(f"error: {error}"))
                 print(printable(f"error: {error}"), file=sys.stderr)
@@ -65,8 +63,7 @@ def subcommand(make_parser: Callable[[], OptionParser], *refusals: type[Exceptio
 
 def call(name: str, words: Sequence[str] | None = None) -> None:
     """Run a sub-command with its options, by default those of the process; end the program where it does."""
-    given = sys.argv[1:] if words is None else list(words)
-    outcome = import_module(f".{COMMANDS[name][0]}", __name__).main(given)
+    outcome = import_module(f".{COMMANDS[name][0]}", __name__).main(words)
     if outcome is not None:
         sys.exit(outcome)
 

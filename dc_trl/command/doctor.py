@@ -163,9 +163,10 @@ def bottom_line(results: Sequence[Result]) -> str:
     """Return one line that says in which schemes this machine trains, and what failed."""
     parts = []
     for kind, words in (("step", "the replica"), ("server", "a vLLM server")):
-        schemes = [r.name.partition(":")[2] for r in results if r.name.startswith(f"{kind}:") and r.status == "passed"]
-        if any(result.name.startswith(f"{kind}:") for result in results):
-            parts.append(f"trains with {words} in {', '.join(schemes)}" if schemes else f"does not train with {words}")
+        tried = [result for result in results if result.name.startswith(f"{kind}:")]
+        schemes = ", ".join(result.name.partition(":")[2] for result in tried if result.status == "passed")
+        if tried:
+            parts.append(f"trains with {words} in {schemes}" if schemes else f"does not train with {words}")
     failed = ", ".join(result.name for result in results if result.status == "failed")
     return "bottom line: " + "; ".join(parts) + f"; failed: {failed or 'nothing'}"
 
