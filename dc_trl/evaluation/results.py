@@ -91,25 +91,24 @@ def benchmark_result(
         KeyError: a sample is missing.
     """
     groups = {problem: [samples[problem, number] for number in range(k)] for problem in problems}
-    ungraded = [problem for problem, group in groups.items() if group[0].correct is None]
-    graded = [group for group in groups.values() if group[0].correct is not None]
+    graded = {problem: group for problem, group in groups.items() if group[0].correct is not None}
     if not graded:
         raise ValueError(f"benchmark {name!r}: none of the gold answers can be graded; see {DOCS}/rewards.md.")
-    right = [sum(bool(sample.correct) for sample in group) for group in graded]
+    right = {problem: sum(bool(sample.correct) for sample in group) for problem, group in graded.items()}
     sizes = sorted({2**power for power in range(k.bit_length())} | {k})
     every = [sample for group in groups.values() for sample in group]
     return BenchmarkResult(
         name,
         k,
-        mean_estimate([count / k for count in right]),
-        {size: mean_estimate([pass_at_k(k, count, size) for count in right]) for size in sizes},
+        mean_estimate([count / k for count in right.values()]),
+        {size: mean_estimate([pass_at_k(k, count, size) for count in right.values()]) for size in sizes},
         mean_estimate(
-            [majority_at_k([s.answer for s in group], [bool(s.correct) for s in group]) for group in graded]
+            [majority_at_k([s.answer for s in group], [bool(s.correct) for s in group]) for group in graded.values()]
         ),
         sum(sample.truncated for sample in every) / len(every),
         sum(sample.tokens for sample in every) / len(every),
-        ungraded,
-        {group[0].id: count / k for group, count in zip(graded, right, strict=True)},
+        [problem for problem in groups if problem not in graded],
+        {problem: count / k for problem, count in right.items()},
     )
 
 

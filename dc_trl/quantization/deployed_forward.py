@@ -69,7 +69,7 @@ class _Layer:
         self._masters = {}
 
     def _set(self, tensors: Mapping[str, Tensor]) -> None:
-        buffers = _buffers(self.module)
+        buffers = dict(self.module.named_buffers(recurse=False))
         for key, tensor in tensors.items():
             if key not in buffers:
                 delattr(self.module, key)  # a module refuses a plain tensor in the place of a parameter
@@ -81,14 +81,6 @@ class _Layer:
             adapted = adapter.parameter_name if isinstance(adapter, ParamWrapper) else "weight"
             if adapted == key and not adapter.disable_adapters and not adapter.merged:
                 yield adapter
-
-
-def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(module.named_parameters(recurse=False))
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_buffers(recurse=False))
 
 
 def _layers_of(module: nn.Module, name: str, adapters: tuple[Any, ...] = ()) -> Iterator[tuple[str, nn.Module, tuple]]:
@@ -189,8 +181,9 @@ class DeployedForward(TrainerCallback):
         self._head: list[_Layer] = []
         for name, module, merged in _layers_of(base, ""):
             prefix = f"{name}." if name else ""
-            dtypes = {key: deployed_dtypes.get(prefix + key, torch.bfloat16) for key in _own_parameters(module)}
-            for key, buffer in _buffers(module).items() if compute else ():
+            own = module.named_parameters(recurse=False)
+            dtypes = {key: deployed_dtypes.get(prefix + key, torch.bfloat16) for key, _ in own}
+            for key, buffer in module.named_buffers(recurse=False) if compute else ():
                 if (dtype := deployed_dtypes.get(prefix + key, buffer.dtype)) != buffer.dtype:
                     dtypes[key] = dtype
             of_layer = {key for key in dtypes if f"{name}.{key}" in quantized}
@@ -206,11 +199,11 @@ class DeployedForward(TrainerCallback):
         self._hook_policy(base)
         self._ends = round_as_vllm(base, lambda: self.enabled) if compute else []
         self._base = base
-        own = base.config._attn_implementation
-        deployed = attention.NAME if compute and base.device.type == "cpu" else own
+        usual = base.config._attn_implementation
+        deployed = attention.NAME if compute and base.device.type == "cpu" else usual
         if cache and quantizes_cache(scheme):
             deployed = attention.with_fp8_cache(deployed)
-        self._attention = (own, deployed) if deployed != own else None
+        self._attention = (usual, deployed) if deployed != usual else None
         # "eager" does not call `_apply_gate`
         expert_kinds = (base.config._experts_implementation, "grouped_mm")
         self._experts = expert_kinds if self._quantizer is not None and fused_experts(architecture) else None
@@ -280,11 +273,6 @@ class DeployedForward(TrainerCallback):
             "position_ids" in inspect.signature(backbone.forward).parameters
         )
 
-        def place_head() -> None:
-            if forward.enabled:
-                for layer in forward._head:
-                    forward._place(layer)
-
         def before(module: nn.Module, inputs: Any) -> None:
             forward._within_policy = True
 
@@ -308,8 +296,9 @@ class DeployedForward(TrainerCallback):
             # With accelerate, FSDP2 gathers the head together with the embedding or the last norm. If the head were
             # placed before, while it is a shard, its gradient would bypass FSDP2, which would then replace it by the
             # embedding's.
-            if forward._within_policy:
-                place_head()
+            if forward._within_policy and forward.enabled:
+                for layer in forward._head:
+                    forward._place(layer)
 
         for model in dict.fromkeys((self._policy, base)):  # PEFT calls the base model without its hooks
             model.register_forward_pre_hook(before)

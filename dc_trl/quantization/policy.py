@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -56,6 +56,14 @@ def with_positions(options: dict[str, Any]) -> dict[str, Any]:
 def unwrapped(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel | PeftModel:
     """Return the policy without accelerate's wrappers and torch.compile's module, which renames its tensors."""
     return accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return a tensor whole, in every process, where FSDP2 has divided it among the processes."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Shards that FSDP2 keeps in CPU memory are gathered on the devices that compute, because NCCL needs them there.
+    return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
 
 
 def shares_embeddings(policy: PreTrainedModel | PeftModel) -> bool:

@@ -108,11 +108,9 @@ def macro_estimate(benchmarks: Sequence[Sequence[float]]) -> Estimate:
     """
     estimate = _bootstrap(benchmarks)[0]
     if all({*values} in ({0.0}, {1.0}) for values in benchmarks):
-        widths = [_WILSON / (len(values) + _WILSON) for values in benchmarks]
-        below = [values[0] * width for values, width in zip(benchmarks, widths, strict=True)]
-        above = [(1 - values[0]) * width for values, width in zip(benchmarks, widths, strict=True)]
-        low, high = estimate.value - sum(below) / len(below), estimate.value + sum(above) / len(above)
-        return replace(estimate, low=low, high=high)
+        weights = [len(values) / (len(values) + _WILSON) for values in benchmarks]
+        low = statistics.fmean(values[0] * weight for values, weight in zip(benchmarks, weights, strict=True))
+        return replace(estimate, low=low, high=low + statistics.fmean(1 - weight for weight in weights))
     return estimate
 
 
