@@ -193,6 +193,6 @@ def comparison_table(first: Evaluation, second: Evaluation, differences: dict[st
             interval = f"{100 * difference.low:+.1f} – {100 * difference.high:+.1f}"
             p_value = f"{difference.p_value:.4f}"
         value = with_error(difference.value, difference.standard_error, 100, 1, "+")
-        words = [value, interval, p_value, verdict(difference, "better", "worse")]
+        words = [value, interval, p_value, verdict(difference)]
         rows.append([name, f"{100 * a:.1f}", f"{100 * b:.1f}", *words])
     return head, rows
