@@ -37,13 +37,15 @@ def subcommand(make_parser: Callable[[], OptionParser], *refusals: type[Exceptio
         code: exit code of a refusal and, where 1 is an answer, of any other exception too.
     """
 
+    wrong_input: tuple[type[Exception], ...] = (*WRONG_INPUT, ServerError, *refusals)
+
     def decorate(run: Callable) -> Callable:
         def main(words: Sequence[str] | None = None) -> int | None:
             args = make_parser().parse_args(words)
             leave_on_sigterm()
             try:
                 return run(args)
-            except (*WRONG_INPUT, ServerError, *refusals) as error:
+            except wrong_input as error:
                 if code == 1:
                     sys.exit(printable(f"error: {error}"))
                 print(printable(f"error: {error}"), file=sys.stderr)
