@@ -109,10 +109,13 @@ class Case(NamedTuple):
             raise ValueError(f"engine={self.sample.engine!r}: no known scheme fits; set split=False (--no_split).")
         return min(distances, key=lambda scheme: distances[scheme])
 
+    def tokens(self, train: Sequence[Tensor], infer: Sequence[Tensor]) -> ScoredTokens:
+        """Return the rollouts' tokens with two log-probabilities of each."""
+        return ScoredTokens(self.sample.rollouts, train, infer, len(self.prompts), self.settings.measure)
+
     def discrepancy(self, train: Sequence[Tensor], infer: Sequence[Tensor]) -> Ratio:
         """Return δ̄ between log-probabilities of the rollouts' tokens, by prompt."""
-        tokens = ScoredTokens(self.sample.rollouts, train, infer, len(self.prompts), self.settings.measure)
-        return tokens.batch_discrepancy(self.settings.reduction)
+        return self.tokens(train, infer).batch_discrepancy(self.settings.reduction)
 
 
 def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diagnosis:
@@ -155,8 +158,7 @@ def lag_floor(case: Case, train: Sequence[Tensor]) -> Estimate:
         with torch.no_grad():
             for weight, before in zip(weights, own, strict=True):
                 weight.copy_(before)
-    tokens = ScoredTokens(case.sample.rollouts, train, moved, len(case.prompts), case.settings.measure)
-    return ratio_estimate(*tokens.k3(), case.settings.seed)
+    return ratio_estimate(*case.tokens(train, moved).k3(), case.settings.seed)
 
 
 def view_of(policy: Policy) -> Policy:

@@ -89,7 +89,7 @@ def sample_rollouts(
     if engine.kind == "url":
         rollouts = _from_server(client, ends, prompts, room, settings)
     elif engine.kind == "replica":
-        rollouts = _from_replica(Replica(policy, precision), tokenizer, ends, prompts, settings)
+        rollouts = _from_replica(Replica(policy, precision), ends, prompts, settings)
     else:
         options, report = settings.serve_options, settings.report
         with temporary_folder("calibrate") as folder:
@@ -103,11 +103,7 @@ def sample_rollouts(
 
 
 def _from_replica(
-    replica: Replica,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: list[int],
-    prompts: Sequence[list[int]],
-    settings: CalibrationSettings,
+    replica: Replica, ends: list[int], prompts: Sequence[list[int]], settings: CalibrationSettings
 ) -> list[Rollout]:
     device = replica.model.device
     limit = replica.model.config.get_text_config().max_position_embeddings

@@ -21,7 +21,7 @@ from ..serving.errors import ServerRefusedError, ServerUnavailableError
 from ..settings.command_line import OptionParser, add_fields, say, saying_if_slow
 from ..settings.fields import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
 from . import subcommand
-from .own_arguments import TRAIN_DTYPES, add_prompts
+from .own_arguments import TRAIN_DTYPES, add_prompts, prompt_source
 
 
 if TYPE_CHECKING:
@@ -31,8 +31,13 @@ if TYPE_CHECKING:
     from ..sampling.seeded import Disclosed
 
 WATCH_FILE = "watch.jsonl"
-_RANGES = {"every": ABOVE_0, "looks": COUNT, "prompts": Range(least=2, whole=True), "top_k": COUNT}
-_RANGES |= {"fail_above": AT_LEAST_0, "max_prompt_length": COUNT}
+_RANGES = {
+    "every": ABOVE_0,
+    "looks": COUNT,
+    "prompts": Range(least=2, whole=True),
+    "top_k": COUNT,
+    "fail_above": AT_LEAST_0,
+}
 _POLL = 1.0  # seconds between two looks at the directory
 _SECONDS = 600.0  # that a request for completions may take, while the server samples for a trainer
 _SOON = 30.0  # and all that the server says of itself
@@ -68,10 +73,12 @@ def main(args: Namespace) -> int:
     from ..sampling.seeded import Disclosed
     from ..serving.connection import Connection, Deadline, Patience
     from ..settings.pretrained import load_tokenizer
-    from .calibrate import device_of, drawn_prompts
+    from .calibrate import device_of
+    from .problems import draw_prompts
 
     disable_progress_bar()  # a look is one line
     require_numbers(args, _RANGES)
+    source = prompt_source(args)
     device = device_of(args)
     connection = Connection(args.url, Patience(request_timeout=_SECONDS))
     tracker = _tracker(args)
@@ -95,7 +102,7 @@ def main(args: Namespace) -> int:
         try:
             if prompts is None:
                 tokenizer = load_tokenizer(str(newest.path), "checkpoint")
-                prompts = tokenize(drawn_prompts(args, tokenizer), tokenizer)
+                prompts = tokenize(draw_prompts(source, tokenizer, args.prompts, args.seed), tokenizer)
             policy = AutoModelForCausalLM.from_pretrained(newest.path, dtype=dtype).to(device).eval()
             with connection.task(Deadline(_SOON)):
                 server = Disclosed.of(connection, newest.is_adapter)

@@ -151,7 +151,7 @@ def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
 def print_comparison(first: Evaluation, second: Evaluation) -> None:
     """Print how the second evaluation differs from the first."""
     title = f"{second.model} {second.engine} against {first.model} {first.engine}, percentage points"
-    print_table(*comparison_table(first, second, compare(first, second)), title=title)
+    print_table(*comparison_table(first, second), title=title)
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
@@ -181,10 +181,10 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
     return head, rows
 
 
-def comparison_table(first: Evaluation, second: Evaluation, differences: dict[str, Difference]) -> TableRows:
+def comparison_table(first: Evaluation, second: Evaluation) -> TableRows:
     """Return second minus first in percentage points on the same problems, and whether that is more than noise."""
     head = ["benchmark", "first", "second", "difference", "95 %", "p", "second is"]
-    rows = []
+    rows, differences = [], compare(first, second)
     for name, difference in differences.items():
         names = differences.keys() - {"average"} if name == "average" else [name]
         a, b = (fmean(e.results[each].avg.value for each in names) for e in (first, second))

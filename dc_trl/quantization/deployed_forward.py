@@ -250,11 +250,8 @@ class DeployedForward(TrainerCallback):
             forward._place(layer)
             return None if quantizer is None or layer.multiplies_numbers else quantizer(module, inputs)
 
-        def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            layer.take_back()
-
         module.register_forward_pre_hook(before)
-        module.register_forward_hook(after, always_call=True)
+        module.register_forward_hook(lambda *_: layer.take_back(), always_call=True)
         if quantizer is None:
             return
         if is_linear and quantizer.by_token and self._weights and self._compute:

@@ -223,7 +223,7 @@ class Connection:
 
     def persist(self, action: Callable[[bool], T]) -> T:
         """Call `persist` with this server."""
-        return persist([self], action, self.patience, self.report)
+        return persist([self], action, self.patience)
 
     async def apersist(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do the same as `persist` in an event loop, without reports, since many requests fail at once there."""
@@ -253,9 +253,7 @@ class Connection:
         return None if status == 200 else f"HTTP {status}"
 
 
-def wait_until_up(
-    servers: Sequence[Connection], timeout: float, report: Callable[[str], None], all_needed: bool = False
-) -> None:
+def wait_until_up(servers: Sequence[Connection], timeout: float, all_needed: bool = False) -> None:
     """Wait until one of the servers is up, or all, and report the wait; else raise a `ServerUnavailableError`."""
     begin = time.monotonic()
     reported = begin - 10
@@ -275,25 +273,20 @@ def wait_until_up(
             )
         if time.monotonic() - reported >= 10:
             reported = time.monotonic()
-            report(f"waiting for vLLM at {urls} ({reason}): {waited:.0f} of {timeout:g} s")
+            servers[0].report(f"waiting for vLLM at {urls} ({reason}): {waited:.0f} of {timeout:g} s")
         pause(1.0)
 
 
 def persist(
-    servers: Sequence[Connection],
-    action: Callable[[bool], T],
-    patience: Patience,
-    report: Callable[[str], None],
-    all_needed: bool = False,
+    servers: Sequence[Connection], action: Callable[[bool], T], patience: Patience, all_needed: bool = False
 ) -> T:
     """Return the result of an action on servers; try again if it fails with a `ServerUnavailableError`.
 
     Args:
         servers: servers of which one has to be up before another try, or all if `all_needed`. All tries and the waits
-            between them are one task of each.
+            between them are one task of each. The first one reports them.
         action: function that is told whether this is the first try.
         patience: number of tries, and time limits.
-        report: function that takes a line about what is happening.
 
     Raises:
         ServerUnavailableError: no try is left.
@@ -307,12 +300,12 @@ def persist(
         while True:
             try:
                 if failed > 0:
-                    wait_until_up(servers, min(patience.server_timeout, deadline.left), report, all_needed)
+                    wait_until_up(servers, min(patience.server_timeout, deadline.left), all_needed)
                 return action(failed == 0)
             except ServerUnavailableError as error:
                 failed += 1
                 seconds = seconds_to_next_try(error, failed, patience, deadline)
-                report(f"{error}; try {failed + 1} of {patience.max_retries + 1} follows")
+                servers[0].report(f"{error}; try {failed + 1} of {patience.max_retries + 1} follows")
             pause(seconds)
 
 
