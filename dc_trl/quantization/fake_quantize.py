@@ -171,7 +171,7 @@ class ActivationQuantizer:
         self._last: tuple[Any, Any, Any] = (lambda: None, None, None)  # reference to it, function and result
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return straight_through(self.shared(self._round_trip, inputs[0]), inputs[0]), *inputs[1:]
+        return self.fake_quantize(inputs[0]), *inputs[1:]
 
     @torch.no_grad()
     def shared(self, function: Callable[[Tensor], Any], activations: Tensor) -> Any:
@@ -187,9 +187,8 @@ class ActivationQuantizer:
 
         Gradients pass the round trip unchanged, see `straight_through`.
         """
-        return straight_through(self._round_trip(activations), activations)
+        return straight_through(self.shared(self._round_trip, activations), activations)
 
-    @torch.no_grad()
     def _round_trip(self, activations: Tensor) -> Tensor:
         numbers, scale = self.quantize(activations)
         return numbers.mul_(scale).to(activations.dtype).view_as(activations)
