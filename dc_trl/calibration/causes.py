@@ -29,13 +29,13 @@ from torch import Tensor, nn
 
 from ..constraint.thresholds import NO_REMEDY_IN_STEP, PULLS_HARM_IN_STEP
 from ..quantization.deployed_forward import DeployedForward
-from ..quantization.policy import base_model, empty_copy
+from ..quantization.policy import Policy, base_model, empty_copy
 from ..quantization.schemes import quantized_linears, quantizes_cache, resolve_scheme
 from ..records.estimators import Estimate
 from ..version import DOCS
 from .comparison import Array, Ratio, ScoredTokens, ratio_estimate
 from .result import CalibrationSettings, Diagnosis, EngineMismatch, Split
-from .rollouts import EngineSample, Policy, sampled_logps, train_logps
+from .rollouts import EngineSample, sampled_logps, train_logps
 
 
 Causes: TypeAlias = frozenset[str]

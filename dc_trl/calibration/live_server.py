@@ -16,13 +16,14 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..quantization.contract import digest
+from ..quantization.policy import Policy
 from ..records.runs import DEPLOYMENT_FOLDER
 from ..serving.connection import Connection
 from ..settings.neutral_sampling import SERVER_DEFAULTS
 from .causes import disturb
 from .comparison import ScoredTokens, measure_engine
 from .result import CalibrationSettings
-from .rollouts import EngineSample, Policy, Rollout
+from .rollouts import EngineSample, Rollout
 
 
 _CONFIGS = ("config.json", "adapter_config.json")

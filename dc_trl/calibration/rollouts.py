@@ -4,17 +4,16 @@ An engine is a vLLM server, started or running, or the replica. The model comput
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head, pad
 
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.policy import base_model
+from ..quantization.policy import Policy, base_model
 from ..quantization.tensors import policy_tensors
 from ..sampling.empty_completions import without_rest
 from ..sampling.engine_names import EngineSpec
@@ -29,8 +28,6 @@ from .result import CalibrationSettings
 
 # All completions are asked for at once, and may take hours.
 _PATIENCE = Patience(request_timeout=14400.0, server_timeout=60.0, max_retries=3)
-
-Policy: TypeAlias = PreTrainedModel | PeftModel
 
 
 class Rollout(NamedTuple):

@@ -118,7 +118,7 @@ def _train(setup: Setup, scheme: str, **options: Any) -> Found:
 
 
 def main() -> None:
-    events, check, setup = Path(sys.argv[1]), Check(**json.loads(sys.argv[2])), Setup(**json.loads(sys.argv[3]))
+    events, check, setup = Path(sys.argv[1]), Check(*json.loads(sys.argv[2])), Setup(*json.loads(sys.argv[3]))
 
     def wait_for_the_doctor() -> None:
         os.read(sys.stdin.fileno(), 1)  # nothing ever comes

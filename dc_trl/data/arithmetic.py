@@ -4,8 +4,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from datasets import Dataset
 
@@ -16,8 +15,7 @@ from .prompts import chat_prompt
 Split = Literal["train", "held_out"]
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     r"""A problem: `question` "23+45=?", `answer` "68", `solution` "3+5+0=8;2+4+0=6;\boxed{68}"."""
 
     question: str

@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset, Features, Value
 
@@ -30,8 +29,7 @@ FEATURES = Features(
 )
 
 
-@dataclass(frozen=True)
-class MathProblem:
+class MathProblem(NamedTuple):
     """A row before it has a place in a data set; fields as in `FEATURES`."""
 
     problem: str
@@ -44,12 +42,11 @@ class MathProblem:
 
 def to_dataset(source: str, problems: Iterable[MathProblem]) -> Dataset:
     """Make a data set with the columns of `FEATURES`; the rows are numbered."""
-    rows = [{"id": f"{source}/{number}", **asdict(problem)} for number, problem in enumerate(problems)]
+    rows = [{"id": f"{source}/{number}", **problem._asdict()} for number, problem in enumerate(problems)]
     return Dataset.from_list(rows, features=FEATURES)
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A data set on the Hub."""
 
     hub_id: str  # "" for problems that are made on the spot
@@ -272,5 +269,5 @@ def load_dapo(file: str | None = None, prompt_column: str | None = None, answer_
             **{column: row[column] for column in GRADING_COLUMNS if row.get(column) is not None},
         )
 
-    source = replace(DAPO, convert=of_columns) if prompt_column or answer_column else DAPO
+    source = DAPO._replace(convert=of_columns) if prompt_column or answer_column else DAPO
     return to_dataset("dapo", dict.fromkeys(source.problems(file)))

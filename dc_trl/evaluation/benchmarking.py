@@ -5,7 +5,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +32,7 @@ _TOGETHER = 32  # completions that are graded, and then stored, at once
 logger = logging.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Benchmark:
+class Benchmark(NamedTuple):
     """Problems that are answered `samples` times each, with `instruction` in the prompt (None: the bare problem)."""
 
     name: str

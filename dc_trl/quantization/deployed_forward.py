@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora import Embedding, Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
@@ -31,7 +30,7 @@ from .fake_quantize import (
     straight_through,
     weight_numbers,
 )
-from .policy import base_model, empty_copy, with_positions
+from .policy import Policy, base_model, empty_copy, with_positions
 from .rounding import round_as_vllm
 from .schemes import fused_experts, quantized_linears, quantized_weights, quantizes_cache, resolve_scheme
 from .tensors import require_merged_form
@@ -147,7 +146,7 @@ class DeployedForward(TrainerCallback):
 
     def __init__(
         self,
-        policy: PreTrainedModel | PeftModel,
+        policy: Policy,
         scheme: str,
         *,
         weights: bool = True,

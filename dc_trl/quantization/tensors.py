@@ -16,9 +16,8 @@ from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 
-from .policy import base_model, gathered, require_shared_embeddings, unwrapped
+from .policy import Policy, base_model, gathered, require_shared_embeddings, unwrapped
 
 
 # Names of the classes in which bitsandbytes packs several numbers into one; it need not be installed.
@@ -65,7 +64,7 @@ def _needs_trl(accelerator: Accelerator, policy: nn.Module) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3
 
 
-def policy_tensors(policy: PreTrainedModel | PeftModel, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
+def policy_tensors(policy: Policy, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers of a policy by its base architecture's names, with FSDP2 gathered, adapters merged.
 
     The policy itself is not changed: each adapted layer is merged in a copy, one at a time, because merging in place
@@ -97,7 +96,7 @@ def policy_tensors(policy: PreTrainedModel | PeftModel, adapters: bool = True) -
         yield from policy.named_buffers(remove_duplicate=False)
 
 
-def require_merged_form(policy: PreTrainedModel | PeftModel) -> None:
+def require_merged_form(policy: Policy) -> None:
     """Refuse adapters that cannot be merged into the weights that are deployed.
 
     Raises:
