@@ -172,12 +172,13 @@ class CollapseMonitor:
             _Detector("reward", "reward", _reward_drop(window), window, window),
             *(_Detector("mismatch", name, partial(_mismatch_rise, window), window, window) for name in self.MISMATCH),
         ]
+        self._overflow = _Detector("grad_norm", "grad_norm", _reaches(math.inf), 1, window if fp16 else 1)
         self._detectors = [
             *self._levels,
             _Detector("lambda", "lagrangian/lambda", pinned, 1, 2 * window),
             _Detector("no_signal", "frac_reward_zero_std", _reaches(self.NO_SPREAD), 1, 2 * window),
+            self._overflow,
         ]
-        self._overflow = _Detector("grad_norm", "grad_norm", _reaches(math.inf), 1, window if fp16 else 1)
 
     @property
     def sound_until(self) -> int:
@@ -190,7 +191,7 @@ class CollapseMonitor:
         Metrics that are of no interest are ignored.
         """
         alarms = []
-        for detector in (*self._detectors, self._overflow):
+        for detector in self._detectors:
             if metrics.get(detector.metric) is None:
                 continue
             value = float(metrics[detector.metric])

@@ -9,7 +9,6 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from .fake_quantize import (
 from .policy import Policy, base_model, empty_copy, with_positions
 from .rounding import round_as_vllm
 from .schemes import fused_experts, quantized_linears, quantized_weights, quantizes_cache, resolve_scheme
-from .tensors import require_merged_form
+from .tensors import policy_tensors, require_merged_form
 
 
 class _Layer:
@@ -164,14 +163,12 @@ class DeployedForward(TrainerCallback):
         self._compute = compute
         self._weight_args = quantization.weights if weights else None
         args = quantization.input_activations if activations else None
-        self._quantizer = None if args is None else ActivationQuantizer(args)
+        quantizer = None if args is None else ActivationQuantizer(args)
         self._cache: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}  # state of the parameters, weight and scale
         self._within_policy = False  # whether the whole policy runs forward, and not its backbone alone
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
-        of_architecture = (architecture.named_parameters, architecture.named_buffers)
-        tensors = chain.from_iterable(named(remove_duplicate=False) for named in of_architecture)
-        deployed_dtypes = {name: tensor.dtype for name, tensor in tensors}
+        deployed_dtypes = {name: tensor.dtype for name, tensor in policy_tensors(architecture)}
         quantized_layers = {*quantized_linears(architecture), *fused_experts(architecture)}
         beside = lora_deployment == "adapter"
         (require_adapter_beside if beside else require_merged_form)(policy)
@@ -192,7 +189,7 @@ class DeployedForward(TrainerCallback):
             if module in in_head:
                 self._head.append(layer)
             else:
-                self._hook(layer, self._quantizer if name in quantized_layers else None)
+                self._hook(layer, quantizer if name in quantized_layers else None)
             for adapter in merged if adapters else ():
                 self._replace_forward(adapter, beside)
         self._hook_policy(base)
@@ -205,7 +202,7 @@ class DeployedForward(TrainerCallback):
         self._attention = (usual, deployed) if deployed != usual else None
         # "eager" does not call `_apply_gate`
         expert_kinds = (base.config._experts_implementation, "grouped_mm")
-        self._experts = expert_kinds if self._quantizer is not None and fused_experts(architecture) else None
+        self._experts = expert_kinds if quantizer is not None and fused_experts(architecture) else None
 
     @property
     def enabled(self) -> bool:

@@ -6,7 +6,6 @@ the mean over problems (clustered by problem), and the bootstrap draws whole pro
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -67,13 +66,9 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> flo
     Returns:
         0 or 1, or between where several answers share the most votes, among which the draw is fair; 0 without votes.
     """
-    votes = Counter(answer for answer in answers if answer is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    winners = {answer for answer, count in votes.items() if count == most}
+    winners = statistics.multimode(answer for answer in answers if answer is not None)
     verdicts = [right for answer, right in zip(answers, correct, strict=True) if answer in winners]
-    return sum(verdicts) / len(verdicts)
+    return sum(verdicts) / len(verdicts) if verdicts else 0.0
 
 
 def mean_estimate(values: Sequence[float]) -> Estimate:
