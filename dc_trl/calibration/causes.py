@@ -213,12 +213,10 @@ def disturb(policy: Policy, seed: int) -> None:
     Layers whose output is not bfloat16 keep it, and so do the experts of a mixture.
     """
     generator = torch.Generator(policy.device).manual_seed(seed)
-
-    def add_otherwise(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return in_another_order(output, generator) if output.dtype == torch.bfloat16 else output
-
     for linear in quantized_linears(base_model(policy)).values():
-        linear.register_forward_hook(add_otherwise)
+        linear.register_forward_hook(
+            lambda layer, _, output: in_another_order(output, generator) if output.dtype == torch.bfloat16 else None
+        )
 
 
 def in_another_order(output: Tensor, generator: torch.Generator) -> Tensor:

@@ -135,8 +135,12 @@ def evaluate(
         for each in benchmarks
     }
     average = macro_estimate([list(result.per_problem.values()) for result in results.values()])
-    stored = [(each.samples, sample) for each in benchmarks for sample in stores[each.name].samples.values()]
-    failures = Counter(answer.failure for k, answer in stored if answer.failure is not None and answer.sample < k)
+    failures = Counter(
+        sample.failure
+        for benchmark in benchmarks
+        for sample in stores[benchmark.name].samples.values()
+        if sample.failure is not None and sample.sample < benchmark.samples
+    )
     evaluation = Evaluation(model, scheme, record, results, average, dict(failures))
     file = output_dir / RESULTS_FILE
     if file.is_file() and Evaluation.load(file).results.keys() - results.keys():

@@ -111,7 +111,7 @@ def try_to_grade(answer: str | None, gold: Gold) -> Verdict | str:
         return Verdict(False, squash(answer[:100]))
     cleaned = clean(answer)
     try:
-        correct = answer == gold.answer.strip() or _equal(own, cleaned, gold)
+        correct = answer == gold.answer.strip() or _equal(own, cleaned, gold, gold.multiple_answers)
     except MemoryError:  # it is no property of the text alone
         raise
     except Exception as error:  # what SymPy raises on mathematics without meaning is no closed list
@@ -154,8 +154,7 @@ def _is_gradable(text: str, several: bool = False) -> bool:
     return parse_literal(value) is not None or parse_expression(value) is not None
 
 
-def _equal(gold_whole: str, whole: str, gold: Gold, several: bool | None = None) -> bool:
-    several = gold.multiple_answers if several is None else several
+def _equal(gold_whole: str, whole: str, gold: Gold, several: bool) -> bool:
     gold_name, gold_text = _split_name(gold_whole)
     name, text = _split_name(whole)
     if _is_equation(gold_text) or _is_equation(text) or (gold_name and name and squash(gold_name) != squash(name)):
@@ -279,7 +278,7 @@ def _split_name(text: str) -> tuple[str, str]:
     return ("=".join(names), value) if all(map(_NAME.fullmatch, names)) else ("", text)
 
 
-def _parts(text: str, several: bool = False) -> tuple[str, list[str]]:
+def _parts(text: str, several: bool) -> tuple[str, list[str]]:
     r"""Return the kind of a text and its parts: `list` (`{1, 2}`, `1, 2`, `\pm 1`), brackets as `(]`, or `scalar`."""
     is_number = parse_literal(text) is not None and not (several and "," in text)
     if is_number or "\\begin" in text or len(split(text, r"\\cup(?![A-Za-z])")) > 1:
