@@ -285,13 +285,10 @@ def plot_run(history: Iterable[Mapping[str, Any]], path: Path, title: str) -> No
         title: printed above the panels.
     """
     run = Run("", history)
-    decays = any(name.startswith("length_decay/") for name in run.columns)
-    drawn = [
-        "discrepancy/mean",
-        "lagrangian/lambda",
-        *(["completions/mean_length", "learning_rate"] if decays else []),
-    ]
-    drawn = ["reward", *(metric for metric in drawn if run.series(metric).steps)]
+    drawn = {"discrepancy/mean", "lagrangian/lambda"}
+    if any(name.startswith("length_decay/") for name in run.columns):
+        drawn |= {"completions/mean_length", "learning_rate"}
+    drawn = {"reward", *(metric for metric in drawn if run.series(metric).steps)}
     panels = [panel for panel in _PANELS if panel.metric in drawn]
     figure, all_axes = new_figure(len(panels), width=7.2, height=2.0, share_x=True)
     if title:
