@@ -224,7 +224,7 @@ def _require_prompts(name: str, prompts: list[Any]) -> None:
                 f"{name}: row {number} has prompt={excerpt(prompt)}: the prompts are all text, or all of them "
                 "lists of messages, each with a role and a content. Leave out such rows, for example with filter."
             )
-        if not text:
+        if isinstance(prompt, list):
             require_messages(prompt, images=True)
             if ends_with_answer(prompt):
                 answer = excerpt(prompt[-1]["content"])

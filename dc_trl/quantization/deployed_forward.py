@@ -73,13 +73,6 @@ class _Layer:
                 delattr(self.module, key)  # a module refuses a plain tensor in the place of a parameter
             setattr(self.module, key, tensor)
 
-    def adapters_of(self, key: str) -> Iterator[Any]:
-        """Yield the active adapters of a parameter: those of a whole layer adapt its weight, others name theirs."""
-        for adapter in self.adapters:
-            adapted = adapter.parameter_name if isinstance(adapter, ParamWrapper) else "weight"
-            if adapted == key and not adapter.disable_adapters and not adapter.merged:
-                yield adapter
-
 
 def _layers_of(module: nn.Module, name: str, adapters: tuple[Any, ...] = ()) -> Iterator[tuple[str, nn.Module, tuple]]:
     """Yield each module: its name in the base architecture, the module, and adapters around it.
@@ -107,13 +100,6 @@ def _require_sum(adapter: BaseTunerLayer, name: str) -> None:
             "train_through_quantization cannot train through: use LoRA without variants (use_dora and the like) "
             "and without lora_bias, or train_through_quantization=False."
         )
-
-
-def _adapter_deltas(adapter: Any) -> Iterator[Tensor]:
-    """Yield ΔW of each active adapter of a layer, in the order in which merging adds them to W."""
-    for name in adapter.active_adapters:
-        if name in adapter.lora_A or name in adapter.lora_embedding_A:
-            yield adapter.get_delta_weight(name)
 
 
 class DeployedForward(TrainerCallback):
@@ -320,7 +306,13 @@ class DeployedForward(TrainerCallback):
 
     def _deployed(self, layer: _Layer, key: str, master: Tensor) -> Tensor:
         """Return the tensor that a module computes with in place of a parameter, of the same shape."""
-        adapters = list(layer.adapters_of(key))
+        # Those of a whole layer adapt its weight, others name their parameter.
+        adapters = [
+            adapter
+            for adapter in layer.adapters
+            if key == (adapter.parameter_name if isinstance(adapter, ParamWrapper) else "weight")
+            and not (adapter.disable_adapters or adapter.merged)
+        ]
         tensors = [master, *(each for adapter in adapters for each in adapter.parameters())]
         needed = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         identity = (id(master), *((id(adapter), *adapter.active_adapters) for adapter in adapters))
@@ -329,7 +321,12 @@ class DeployedForward(TrainerCallback):
         fresh, deltas = known != state, []
         if fresh or needed:
             with torch.autocast(master.device.type, enabled=False):  # as in merging
-                deltas = [delta for adapter in adapters for delta in _adapter_deltas(adapter)]
+                deltas = [  # in the order in which merging adds them to W
+                    adapter.get_delta_weight(name)
+                    for adapter in adapters
+                    for name in adapter.active_adapters
+                    if name in adapter.lora_A or name in adapter.lora_embedding_A
+                ]
         if fresh:
             # Outside of inference mode: the value is cached, and a later forward may need gradients.
             with torch.inference_mode(False), torch.no_grad():

@@ -151,8 +151,33 @@ class Connection:
         return list(chain.from_iterable(in_coroutine(all_of(map(ask, bodies)))))
 
     async def arequest(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        """Send a request as `request` does, in an event loop."""
-        return self._read(path, await self._answer(method, path, **kwargs))
+        """Send a request as `request` does, in an event loop: return its JSON, or raise what its status means."""
+        response = await self._answer(method, path, **kwargs)
+        status, text = response.status_code, response.text
+        if status == 401:
+            raise ServerError(f"vLLM at {self.url} asks for an API key: set the variable VLLM_API_KEY to its key.")
+        if status == 404 and not path.startswith("/v1"):
+            raise ServerRefusedError(
+                f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment. Where that is set, its release of vLLM lacks this path: use 0.31 or later."
+            )
+        if status >= 400 and "not JSON compliant" in text:
+            # JSON has no NaN, so vLLM refuses to send the log-probabilities of broken weights.
+            raise ServerUnavailableError(
+                f"vLLM at {self.url} computed NaN for {path}: its weights are broken, or the policy has diverged"
+            )
+        if status >= 500 or status in _RETRY_STATUSES:
+            raise ServerUnavailableError(f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}")
+        if status >= 400:
+            raise ServerRefusedError(f"vLLM at {self.url} refused {path} (HTTP {status}): {text[:500]}")
+        if path.endswith("load_lora_adapter"):  # vLLM answers by a sentence, and not in JSON
+            return {"answer": text}
+        try:
+            return dict(response.json())
+        except MALFORMED as error:
+            raise ServerUnavailableError(
+                f"the server at {self.url} answered {path} without JSON and is probably not vLLM: {text[:100]!r}"
+            ) from error
 
     async def _answer(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         limit = self.patience.request_timeout
@@ -189,34 +214,6 @@ class Connection:
             raise ServerAnswerError(
                 f"the server at {self.url} answered {path} in another format than vLLM ({type(error).__name__}: "
                 f"{error}): check that the address is that of vllm serve, in a supported version."
-            ) from error
-
-    def _read(self, path: str, response: httpx.Response) -> dict[str, Any]:
-        """Return the JSON object of an answer, or raise the error that its status means."""
-        status, text = response.status_code, response.text
-        if status == 401:
-            raise ServerError(f"vLLM at {self.url} asks for an API key: set the variable VLLM_API_KEY to its key.")
-        if status == 404 and not path.startswith("/v1"):
-            raise ServerRefusedError(
-                f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its "
-                "environment. Where that is set, its release of vLLM lacks this path: use 0.31 or later."
-            )
-        if status >= 400 and "not JSON compliant" in text:
-            # JSON has no NaN, so vLLM refuses to send the log-probabilities of broken weights.
-            raise ServerUnavailableError(
-                f"vLLM at {self.url} computed NaN for {path}: its weights are broken, or the policy has diverged"
-            )
-        if status >= 500 or status in _RETRY_STATUSES:
-            raise ServerUnavailableError(f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}")
-        if status >= 400:
-            raise ServerRefusedError(f"vLLM at {self.url} refused {path} (HTTP {status}): {text[:500]}")
-        if path.endswith("load_lora_adapter"):  # vLLM answers by a sentence, and not in JSON
-            return {"answer": text}
-        try:
-            return dict(response.json())
-        except MALFORMED as error:
-            raise ServerUnavailableError(
-                f"the server at {self.url} answered {path} without JSON and is probably not vLLM: {text[:100]!r}"
             ) from error
 
     # --- tries ------------------------------------------------------------------------------------------------------
