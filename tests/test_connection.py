@@ -97,7 +97,7 @@ def test_a_user_with_a_password_is_read_from_netrc_unless_there_is_a_key(server,
 
 def test_who_has_no_fields_of_a_run_is_told_of_none():
     with refuses(ServerError, "http://127.0.0.1:9", "correct the address") as refused:
-        wait_until_up([Connection("http://127.0.0.1:9")], 0.0, print)
+        wait_until_up([Connection("http://127.0.0.1:9")], 0.0)
     assert "vllm_server_" not in str(refused.value)
 
 

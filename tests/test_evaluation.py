@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dc_trl.command import call
-from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+from dc_trl.evaluation.benchmarking import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.opened import EvaluatedModel, fingerprint
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare, comparison_table, evaluation_table
 from dc_trl.evaluation.samples import Sample
@@ -332,7 +332,7 @@ def test_two_evaluations_are_compared_on_their_common_benchmarks():
     assert differences["aime24"].p_value < 0.001
     assert differences["amc23"].p_value > 0.05
     assert differences["average"].value == pytest.approx((0.25 - 0.125) / 2)
-    rows = comparison_table(first, second, differences)[1]
+    rows = comparison_table(first, second)[1]
     assert [row[-1] for row in rows[:2]] == ["better", "not shown to differ"]
     assert rows[2][:3] == ["average", "43.8", "50.0"]  # (25 + 62.5) / 2 and (50 + 50) / 2, without gsm8k
     with refuses(ValueError, "benchmark in common"):

@@ -92,7 +92,7 @@ def test_a_step_trains_and_samples_with_the_new_weights():
 
 def test_an_engine_that_keeps_old_weights_fails():
     with refuses(RuntimeError, "old weights"):
-        list(smoke._train(Setup(str(TINY_MODEL), "cpu", os.devnull), "bf16", weight_sync_steps=2))
+        list(smoke.step(Setup(str(TINY_MODEL), "cpu", os.devnull), "bf16", weight_sync_steps=2))
 
 
 def test_numbers_that_are_not_finite_fail(tmp_path, monkeypatch):

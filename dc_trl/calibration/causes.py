@@ -19,7 +19,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import comb
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 
 from ..constraint.thresholds import NO_REMEDY_IN_STEP, PULLS_HARM_IN_STEP
 from ..quantization.deployed_forward import DeployedForward
-from ..quantization.policy import base_model, empty_copy
+from ..quantization.policy import Policy, base_model, empty_copy
 from ..quantization.schemes import quantized_linears, quantizes_cache, resolve_scheme
 from ..records.estimators import Estimate
 from ..version import DOCS
 from .comparison import Array, Ratio, ScoredTokens, ratio_estimate
 from .result import CalibrationSettings, Diagnosis, EngineMismatch, Split
-from .rollouts import EngineSample, Policy, sampled_logps, train_logps
+from .rollouts import EngineSample, sampled_logps, train_logps
 
 
 Causes: TypeAlias = frozenset[str]
@@ -66,15 +66,15 @@ class Case(NamedTuple):
         """
         gc.collect()  # the view of the last pass and its hooks refer to each other, and hold the deployed weights
         view = view_of(self.policy)
-        arguments = {
-            "weights": "weights",
-            "activations": "activations",
-            "cache": "KV cache",
-            "compute": "precision",
-            "adapters": "adapter",
-        }
-        switches: dict[str, Any] = {name: cause in removed for name, cause in arguments.items()}
-        deployed = DeployedForward(view, scheme, **switches)
+        deployed = DeployedForward(
+            view,
+            scheme,
+            weights="weights" in removed,
+            activations="activations" in removed,
+            cache="KV cache" in removed,
+            compute="precision" in removed,
+            adapters="adapter" in removed,
+        )
         if disturbed:
             disturb(view, self.settings.seed)
         with deployed.active():
@@ -109,10 +109,13 @@ class Case(NamedTuple):
             raise ValueError(f"engine={self.sample.engine!r}: no known scheme fits; set split=False (--no_split).")
         return min(distances, key=lambda scheme: distances[scheme])
 
+    def tokens(self, train: Sequence[Tensor], infer: Sequence[Tensor]) -> ScoredTokens:
+        """Return the rollouts' tokens with two log-probabilities of each."""
+        return ScoredTokens(self.sample.rollouts, train, infer, len(self.prompts), self.settings.measure)
+
     def discrepancy(self, train: Sequence[Tensor], infer: Sequence[Tensor]) -> Ratio:
         """Return δ̄ between log-probabilities of the rollouts' tokens, by prompt."""
-        tokens = ScoredTokens(self.sample.rollouts, train, infer, len(self.prompts), self.settings.measure)
-        return tokens.batch_discrepancy(self.settings.reduction)
+        return self.tokens(train, infer).batch_discrepancy(self.settings.reduction)
 
 
 def diagnose(case: Case, train: Sequence[Tensor], found: EngineMismatch) -> Diagnosis:
@@ -155,8 +158,7 @@ def lag_floor(case: Case, train: Sequence[Tensor]) -> Estimate:
         with torch.no_grad():
             for weight, before in zip(weights, own, strict=True):
                 weight.copy_(before)
-    tokens = ScoredTokens(case.sample.rollouts, train, moved, len(case.prompts), case.settings.measure)
-    return ratio_estimate(*tokens.k3(), case.settings.seed)
+    return ratio_estimate(*case.tokens(train, moved).k3(), case.settings.seed)
 
 
 def view_of(policy: Policy) -> Policy:
@@ -211,12 +213,10 @@ def disturb(policy: Policy, seed: int) -> None:
     Layers whose output is not bfloat16 keep it, and so do the experts of a mixture.
     """
     generator = torch.Generator(policy.device).manual_seed(seed)
-
-    def add_otherwise(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return in_another_order(output, generator) if output.dtype == torch.bfloat16 else output
-
     for linear in quantized_linears(base_model(policy)).values():
-        linear.register_forward_hook(add_otherwise)
+        linear.register_forward_hook(
+            lambda layer, _, output: in_another_order(output, generator) if output.dtype == torch.bfloat16 else None
+        )
 
 
 def in_another_order(output: Tensor, generator: torch.Generator) -> Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, tokenize
-from ..quantization.policy import require_finite
+from ..quantization.policy import Policy, require_finite
 from ..sampling.engine_names import EngineSpec
 from .causes import Case, diagnose, lag_floor
 from .comparison import measure_engine
 from .result import Calibration, CalibrationSettings, EngineMismatch
-from .rollouts import Policy, require_engines, sample_rollouts, train_logps
+from .rollouts import require_engines, sample_rollouts, train_logps
 
 
 def calibrate(

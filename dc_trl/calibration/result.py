@@ -135,7 +135,7 @@ def summary_table(calibration: Calibration) -> TableRows:
             lambda e: " / ".join(f"{each:.2g}" for each in e.percentiles.values()),
         ),
         ("KL(π_inf ‖ π_train), k3, nats", lambda e: _interval(e.estimates["k3_kl"])),
-        ("floor of the lag's k3, nats", lambda e: _known(e.estimates.get("lag_floor"))),
+        ("floor of the lag's k3, nats", lambda e: _interval(e.estimates.get("lag_floor"))),
         ("Pearson of probabilities", lambda e: "–" if e.pearson is None else f"{e.pearson:.6f}"),
         ("tokens", lambda e: f"{e.tokens:,}"),
         ("completions cut off", lambda e: f"{e.truncated / e.completions:.1%}"),
@@ -144,9 +144,8 @@ def summary_table(calibration: Calibration) -> TableRows:
     return head, [[name, *(cell(engine) for engine in calibration.engines)] for name, cell in rows]
 
 
-def split_table(diagnosis: Diagnosis) -> TableRows:
+def split_table(split: Split) -> TableRows:
     """Return the shares of δ̄, which add up to it, with their 95 % intervals."""
-    split = diagnosis.split
     shares = split.shares | {"unexplained": split.unexplained, "δ̄, the sum": split.whole}
     rows = [
         [cause, f"{share.value:.2e}", f"[{share.low:.2e}, {share.high:.2e}]", split.of_whole(share)]
@@ -155,23 +154,20 @@ def split_table(diagnosis: Diagnosis) -> TableRows:
     return ["cause", "share", "95 %", "of δ̄"], rows
 
 
-def floor_line(diagnosis: Diagnosis) -> str:
-    """Return what another order of the sums alone gives, which is no share of δ̄."""
-    floor = diagnosis.split.floor
-    return (
-        f"The floor is {floor.value:.2e} [{floor.low:.2e}, {floor.high:.2e}], {diagnosis.split.of_whole(floor)} of δ̄. "
-        "It is no share: an engine that adds up in another order than training keeps that much, whatever is set."
-    )
-
-
 def print_calibration(calibration: Calibration) -> None:
     """Print the tables, the notes, ε for a constraint, and last what follows for each engine."""
     settings = calibration.settings
     print_table(*summary_table(calibration), f"{settings['model']}, δ by {settings['measure']}")
     for engine in calibration.engines:
         if engine.diagnosis is not None:
-            print_table(*split_table(engine.diagnosis), f"{engine.engine}: where δ̄ comes from")
-            print(floor_line(engine.diagnosis))
+            split = engine.diagnosis.split
+            print_table(*split_table(split), f"{engine.engine}: where δ̄ comes from")
+            floor = split.floor
+            print(
+                f"The floor is {floor.value:.2e} [{floor.low:.2e}, {floor.high:.2e}], {split.of_whole(floor)} of δ̄. "
+                "It is no share: an engine that adds up in another order than training keeps that much, whatever is "
+                "set."
+            )
     for engine in calibration.engines:
         for note in engine.notes:
             print(f"NOTE, {engine.engine}: {note}")
@@ -183,9 +179,5 @@ def print_calibration(calibration: Calibration) -> None:
             print(f"CONCLUSION, {engine.engine}: {advice}")
 
 
-def _known(estimate: Estimate | None) -> str:
-    return "–" if estimate is None else _interval(estimate)
-
-
-def _interval(estimate: Estimate | Tolerance) -> str:
-    return f"{estimate.value:#.3g}\n[{estimate.low:#.3g}, {estimate.high:#.3g}]"
+def _interval(estimate: Estimate | Tolerance | None) -> str:
+    return "–" if estimate is None else f"{estimate.value:#.3g}\n[{estimate.low:#.3g}, {estimate.high:#.3g}]"

@@ -4,17 +4,16 @@ An engine is a vLLM server, started or running, or the replica. The model comput
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head, pad
 
 from ..quantization.checkpoint import CheckpointWriter
-from ..quantization.policy import base_model
+from ..quantization.policy import Policy, base_model
 from ..quantization.tensors import policy_tensors
 from ..sampling.empty_completions import without_rest
 from ..sampling.engine_names import EngineSpec
@@ -29,8 +28,6 @@ from .result import CalibrationSettings
 
 # All completions are asked for at once, and may take hours.
 _PATIENCE = Patience(request_timeout=14400.0, server_timeout=60.0, max_retries=3)
-
-Policy: TypeAlias = PreTrainedModel | PeftModel
 
 
 class Rollout(NamedTuple):
@@ -89,7 +86,7 @@ def sample_rollouts(
     if engine.kind == "url":
         rollouts = _from_server(client, ends, prompts, room, settings)
     elif engine.kind == "replica":
-        rollouts = _from_replica(Replica(policy, precision), tokenizer, ends, prompts, settings)
+        rollouts = _from_replica(Replica(policy, precision), ends, prompts, settings)
     else:
         options, report = settings.serve_options, settings.report
         with temporary_folder("calibrate") as folder:
@@ -103,11 +100,7 @@ def sample_rollouts(
 
 
 def _from_replica(
-    replica: Replica,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: list[int],
-    prompts: Sequence[list[int]],
-    settings: CalibrationSettings,
+    replica: Replica, ends: list[int], prompts: Sequence[list[int]], settings: CalibrationSettings
 ) -> list[Rollout]:
     device = replica.model.device
     limit = replica.model.config.get_text_config().max_position_embeddings
@@ -231,18 +224,15 @@ def _forward(
 ) -> list[Tensor]:
     """Score rollouts in one batch as TRL lays it out: prompts padded on the left, completions on the right."""
     device = policy.device
-    before = [torch.tensor(prompts[rollout.prompt]) for rollout in rollouts]
-    after = [torch.tensor(rollout.ids) for rollout in rollouts]
-    prompt_ids, completion_ids = pad(before, padding_side="left"), pad(after)
-    prompt_mask = pad([torch.ones_like(ids) for ids in before], padding_side="left")
-    completion_mask = pad([torch.ones_like(ids) for ids in after])
-    attention_mask = torch.cat([prompt_mask, completion_mask], dim=1)
-    inputs = {
-        "input_ids": torch.cat([prompt_ids, completion_ids], dim=1),
-        "attention_mask": attention_mask,
-        "labels": torch.cat([torch.full_like(prompt_ids, -100), pad(after, -100)], dim=1),
-    }
+    before = pad([torch.tensor(prompts[rollout.prompt]) for rollout in rollouts], -100, padding_side="left")
+    after = pad([torch.tensor(rollout.ids) for rollout in rollouts], -100)
+    whole = torch.cat([before, after], dim=1).to(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.bf16):
-        output = policy(**{name: tensor.to(device) for name, tensor in inputs.items()}, fused_lm_head=True)
-    values = output.log_probs[:, -completion_ids.shape[1] :].float().cpu()
+        output = policy(
+            input_ids=whole.clamp(min=0),
+            attention_mask=(whole != -100).long(),
+            labels=torch.cat([torch.full_like(before, -100), after], dim=1).to(device),
+            fused_lm_head=True,
+        )
+    values = output.log_probs[:, -after.shape[1] :].float().cpu()
     return [values[row, : len(rollout.ids)].clone() for row, rollout in enumerate(rollouts)]

@@ -79,5 +79,5 @@ def greedy_rewards(trainer: DCGRPOTrainer, dataset: Dataset | IterableDataset, b
         first = start + accelerator.process_index * batch_size
         # Every process asks for as many completions; those of rows beyond the last one do not count.
         rows = [problems[min(row, size - 1)] for row in range(first, first + batch_size)]
-        rewards += trainer.deployed_rewards(rows)[: len(range(first, min(first + batch_size, size)))]
+        rewards += trainer.deployed_rewards(rows)[: max(0, size - first)]
     return [value for value in gather_object(rewards) if value is not None]

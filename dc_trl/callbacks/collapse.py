@@ -135,8 +135,9 @@ def _mismatch_rise(window: int, values: list[float], medians: list[float]) -> _J
     return level, CollapseMonitor.MISMATCH_RISE * level, rise
 
 
-def _condition(holds: Callable[[float], bool], limit: float) -> _Rule:
-    return lambda values, medians: (limit, limit, float(holds(values[-1])))
+def _reaches(limit: float) -> _Rule:
+    """Judge the last value: a mean of several steps is rounded, and NaN is not known to be below the limit."""
+    return lambda values, medians: (limit, limit, float(not values[-1] < limit * (1 - 1e-9)))
 
 
 class CollapseMonitor:
@@ -166,21 +167,18 @@ class CollapseMonitor:
     def __init__(self, window: int = 10, lambda_max: float | None = None, fp16: bool = False):
         require_number("window", window, Range(least=3, whole=True))
         self._rung: set[str] = set()
-        most = math.inf if lambda_max is None else lambda_max
-        # A log of several steps holds the mean of λ, which is rounded.
-        pinned = _condition(lambda value: value >= most * (1 - 1e-9), most)
-        without_spread = _condition(lambda share: share >= self.NO_SPREAD, self.NO_SPREAD)
+        pinned = _reaches(math.inf if lambda_max is None else lambda_max)
         self._levels = [
             _Detector("reward", "reward", _reward_drop(window), window, window),
             *(_Detector("mismatch", name, partial(_mismatch_rise, window), window, window) for name in self.MISMATCH),
         ]
+        self._overflow = _Detector("grad_norm", "grad_norm", _reaches(math.inf), 1, window if fp16 else 1)
         self._detectors = [
             *self._levels,
             _Detector("lambda", "lagrangian/lambda", pinned, 1, 2 * window),
-            _Detector("no_signal", "frac_reward_zero_std", without_spread, 1, 2 * window),
+            _Detector("no_signal", "frac_reward_zero_std", _reaches(self.NO_SPREAD), 1, 2 * window),
+            self._overflow,
         ]
-        overflow = _condition(lambda norm: not math.isfinite(norm), math.inf)
-        self._overflow = _Detector("grad_norm", "grad_norm", overflow, 1, window if fp16 else 1)
 
     @property
     def sound_until(self) -> int:
@@ -193,7 +191,7 @@ class CollapseMonitor:
         Metrics that are of no interest are ignored.
         """
         alarms = []
-        for detector in (*self._detectors, self._overflow):
+        for detector in self._detectors:
             if metrics.get(detector.metric) is None:
                 continue
             value = float(metrics[detector.metric])

@@ -130,8 +130,8 @@ class LengthDecaySchedule(LRScheduler):
 
         When the surge is found and no period is set, ``decay_period`` becomes 1.8 × its step, rounded.
         """
-        known, surge = self.detector.surge_step, self.detector.update(mean_length)
-        if known is None and surge is not None and self._decay_period is None:
+        surge = self.detector.update(mean_length)
+        if surge is not None and self._decay_period is None:
             self.decay_period = round(PERIOD_PER_SURGE_STEP * surge)
         return surge
 

@@ -65,8 +65,7 @@ def subcommand(make_parser: Callable[[], OptionParser], *refusals: type[Exceptio
 
 def call(name: str, words: Sequence[str] | None = None) -> None:
     """Run a sub-command with its options, by default those of the process; end the program where it does."""
-    given = sys.argv[1:] if words is None else list(words)
-    outcome = import_module(f".{COMMANDS[name][0]}", __name__).main(given)
+    outcome = import_module(f".{COMMANDS[name][0]}", __name__).main(words)
     if outcome is not None:
         sys.exit(outcome)
 

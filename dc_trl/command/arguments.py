@@ -109,8 +109,8 @@ class ConfigurationParser(HfArgumentParser):
         if given.help is not None:
             print(self.help_on(given.help))
             sys.exit(0)
-        for name in (word.partition("=")[0] for word in others):
-            raise ValueError(unknown_field(name, self._option_string_actions))
+        if others:
+            raise ValueError(unknown_field(others[0].partition("=")[0], self._option_string_actions))
         if given.config is None:
             return self._fill(words)
         types = {name: kind for part in self.dataclass_types for name, kind in get_type_hints(part).items()}

@@ -93,8 +93,7 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
         start_server(arguments, lora, stack)
     settings = changed_settings(data) | changed_settings(server) | changed_settings(watch)
     trainer = DCGRPOTrainer(callbacks=[HistoryCallback(settings)], **given)
-    alarm = add_callbacks(trainer, watch)
-    return trainer, alarm
+    return trainer, add_callbacks(trainer, watch)
 
 
 def open_output(args: DCGRPOConfig, stack: ExitStack) -> str | None:

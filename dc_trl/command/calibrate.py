@@ -14,7 +14,6 @@ Where an engine's scheme is known, its δ̄ is split into causes.
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..calibration.result import CALIBRATION_FILE, CalibrationSettings, print_calibration
 from ..sampling.engine_names import ENGINE_HELP, EngineSpec
@@ -26,16 +25,11 @@ from ..settings.command_line import (
     add_template,
     say,
 )
-from ..settings.fields import COUNT, Range, require_numbers
+from ..settings.fields import Range, require_numbers
 from ..settings.paths import require_folder
 from . import subcommand
-from .own_arguments import PROMPT_FIELDS, TRAIN_DTYPES, DataArguments, add_prompts
+from .own_arguments import TRAIN_DTYPES, add_prompts, prompt_source
 
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ..data.prompts import Prompt
 
 # Options that are settings of the calibration, which describes and checks them.
 SETTINGS = {
@@ -43,7 +37,7 @@ SETTINGS = {
     "the tolerance": ("measure", "reduction", "batch_prompts"),
     "the machine": ("device", "batch_tokens", "replica_batch"),
 }
-RANGES = {"prompts": Range(least=2, whole=True), "max_prompt_length": COUNT}
+RANGES = {"prompts": Range(least=2, whole=True)}
 
 
 def make_parser() -> OptionParser:
@@ -77,14 +71,6 @@ def make_parser() -> OptionParser:
     return parser
 
 
-def drawn_prompts(args: argparse.Namespace, tokenizer: "PreTrainedTokenizerBase") -> "list[Prompt]":
-    """Return the prompts that the options of `add_prompts` name, by default those of the built-in arithmetic."""
-    from .problems import draw_prompts
-
-    data = DataArguments(**{name: getattr(args, name) for name in PROMPT_FIELDS})
-    return draw_prompts(data, tokenizer, args.prompts, args.seed)
-
-
 def device_of(args: argparse.Namespace) -> str:
     """Return the device that is asked for, by default a GPU where there is one; refuse one that cannot be used."""
     import torch
@@ -105,9 +91,11 @@ def main(args: argparse.Namespace) -> None:
     from ..calibration import calibrate
     from ..calibration.rollouts import require_engines
     from ..settings.pretrained import load_config_and_tokenizer
+    from .problems import draw_prompts
 
     # Wrong options are refused before the model is loaded.
     require_numbers(args, RANGES)
+    source = prompt_source(args)
     args.device = device_of(args)
     require_folder("output", args.output)
     dtype, bf16 = TRAIN_DTYPES[args.train_dtype]
@@ -132,7 +120,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"output='{args.output}' holds a calibration: choose another --output, or --overwrite.")
     args.output.mkdir(parents=True, exist_ok=True)
     require_engines(engines, config)
-    prompts = drawn_prompts(args, tokenizer)
+    prompts = draw_prompts(source, tokenizer, args.prompts, args.seed)
     model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
     calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
     calibration.save(args.output / CALIBRATION_FILE)

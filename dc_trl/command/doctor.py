@@ -19,11 +19,11 @@ import time
 from argparse import Namespace
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..files import open_in_place
 from ..quantization.schemes import RESEARCH_BITS, SCHEMES
@@ -39,18 +39,16 @@ _PACKAGES = ("dc_trl", "torch", "transformers", "trl", "vllm", "accelerate", "pe
 _GRACE = 15.0  # seconds that a process and its server have to end by themselves
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """What all checks need to know."""
 
     model: str  # Hub id or directory
     device: str | None  # None: the accelerator that PyTorch finds, or the CPU
     log: str  # file for the output of checks and servers
-    serve_options: list[str] = field(default_factory=list)
+    serve_options: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One thing that is checked: its name in the table, how long it may take, and the scheme, if it has one.
 
     `probe` is the function that tries it, as "module:function"; see `dc_trl.command.doctor_checks`.
@@ -62,15 +60,14 @@ class Check:
     scheme: str | None = None
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """Result of a check: its name, how it ended after how many seconds, why, and what it had found by then."""
 
     name: str
     status: str  # "passed" or "failed"
     seconds: float = 0.0
     reason: str = ""
-    found: dict[str, Any] = field(default_factory=dict)
+    found: Mapping[str, Any] = MappingProxyType({})
 
 
 def plan_checks(schemes: Sequence[str], servers: bool = True) -> list[Check]:
@@ -102,7 +99,7 @@ def _run(check: Check, setup: Setup, events: Path) -> Result:
         environment["HF_HUB_OFFLINE"] = "1"
     if check.scheme is not None and setup.device != "cpu":  # a training would take all GPUs
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    arguments = [str(events), json.dumps(asdict(check)), json.dumps(asdict(setup))]
+    arguments = [str(events), json.dumps(check), json.dumps(setup)]
     start = time.monotonic()
     with open_in_place(Path(setup.log), os.O_WRONLY | os.O_APPEND) as log:
         log.write(f"\n=== {check.name}\n".encode())
@@ -163,9 +160,10 @@ def bottom_line(results: Sequence[Result]) -> str:
     """Return one line that says in which schemes this machine trains, and what failed."""
     parts = []
     for kind, words in (("step", "the replica"), ("server", "a vLLM server")):
-        schemes = [r.name.partition(":")[2] for r in results if r.name.startswith(f"{kind}:") and r.status == "passed"]
-        if any(result.name.startswith(f"{kind}:") for result in results):
-            parts.append(f"trains with {words} in {', '.join(schemes)}" if schemes else f"does not train with {words}")
+        tried = [result for result in results if result.name.startswith(f"{kind}:")]
+        schemes = ", ".join(result.name.partition(":")[2] for result in tried if result.status == "passed")
+        if tried:
+            parts.append(f"trains with {words} in {schemes}" if schemes else f"does not train with {words}")
     failed = ", ".join(result.name for result in results if result.status == "failed")
     return "bottom line: " + "; ".join(parts) + f"; failed: {failed or 'nothing'}"
 

@@ -54,11 +54,6 @@ def device_of(setup: Setup) -> str:
     return setup.device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
 
 
-def step(setup: Setup, scheme: str) -> Found:
-    """Train two steps whose completions the in-process replica samples."""
-    yield from _train(setup, scheme)
-
-
 def server(setup: Setup, scheme: str) -> Found:
     """Train two steps whose completions a vLLM server samples; it takes the new weights between them."""
     import torch
@@ -70,10 +65,11 @@ def server(setup: Setup, scheme: str) -> Found:
     options = [*share, *setup.serve_options]
     with serve(setup.model, scheme, max_model_len=256, log_path=setup.log, options=options) as running:
         yield {"vLLM": vllm_version()}
-        yield from _train(setup, scheme, use_vllm=True, vllm_mode="server", vllm_server_base_url=running.url)
+        yield from step(setup, scheme, use_vllm=True, vllm_mode="server", vllm_server_base_url=running.url)
 
 
-def _train(setup: Setup, scheme: str, **options: Any) -> Found:
+def step(setup: Setup, scheme: str, **options: Any) -> Found:
+    """Train two steps whose completions the in-process replica samples, or the engine that the options name."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -118,7 +114,7 @@ def _train(setup: Setup, scheme: str, **options: Any) -> Found:
 
 
 def main() -> None:
-    events, check, setup = Path(sys.argv[1]), Check(**json.loads(sys.argv[2])), Setup(**json.loads(sys.argv[3]))
+    events, check, setup = Path(sys.argv[1]), Check(*json.loads(sys.argv[2])), Setup(*json.loads(sys.argv[3]))
 
     def wait_for_the_doctor() -> None:
         os.read(sys.stdin.fileno(), 1)  # nothing ever comes

@@ -78,8 +78,13 @@ class WatchArguments(CheckedSettings):
 
 
 def add_prompts(parser: argparse.ArgumentParser, default: int) -> argparse._ActionsContainer:
-    """Add the options of a data set of prompts, and of the number of prompts, for `drawn_prompts`."""
+    """Add the options of a data set of prompts, for `prompt_source`, and of the number of prompts."""
     group = parser.add_argument_group("the prompts")
     add_fields(group, DataArguments, *PROMPT_FIELDS)
     group.add_argument("--prompts", type=int, default=default, help=f"how many, drawn at random (default: {default})")
     return group
+
+
+def prompt_source(args: argparse.Namespace) -> DataArguments:
+    """Return where the prompts come from, for `draw_prompts`; refuse what its fields do not take."""
+    return DataArguments(**{name: getattr(args, name) for name in PROMPT_FIELDS})

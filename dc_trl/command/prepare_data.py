@@ -8,7 +8,6 @@ Train on the result: `dc-trl train --dataset_name data/dapo/train.parquet --prom
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 from ..files import write_json
 from ..settings.command_line import OptionParser
@@ -52,9 +51,8 @@ def main(args: Namespace) -> None:
     sources |= {name: file or str(BENCHMARKS[name]) for name, file in files.items()}
     output.mkdir(parents=True)
     kept.to_parquet(output / TRAIN_FILE)
-    content: dict[str, Any] = {"sources": sources, "counts": count_reasons(dropped)}
-    content |= {"rows": len(rows), "kept": len(kept), "dropped": dropped}
-    write_json(output / REPORT_FILE, content)
+    counts = {"counts": count_reasons(dropped), "rows": len(rows), "kept": len(kept)}
+    write_json(output / REPORT_FILE, {"sources": sources, **counts, "dropped": dropped})
     print_cleaning(len(rows), dropped)
     if not kept:
         raise ValueError(f"output={str(output)!r}: no row is left, and {REPORT_FILE} there says why.")

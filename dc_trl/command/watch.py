@@ -21,18 +21,20 @@ from ..serving.errors import ServerRefusedError, ServerUnavailableError
 from ..settings.command_line import OptionParser, add_fields, say, saying_if_slow
 from ..settings.fields import ABOVE_0, AT_LEAST_0, COUNT, Range, require_numbers
 from . import subcommand
-from .own_arguments import TRAIN_DTYPES, add_prompts
+from .own_arguments import TRAIN_DTYPES, add_prompts, prompt_source
 
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from ..calibration.live_server import Checkpoint
-    from ..sampling.seeded import Disclosed
-
 WATCH_FILE = "watch.jsonl"
-_RANGES = {"every": ABOVE_0, "looks": COUNT, "prompts": Range(least=2, whole=True), "top_k": COUNT}
-_RANGES |= {"fail_above": AT_LEAST_0, "max_prompt_length": COUNT}
+_RANGES = {
+    "every": ABOVE_0,
+    "looks": COUNT,
+    "prompts": Range(least=2, whole=True),
+    "top_k": COUNT,
+    "fail_above": AT_LEAST_0,
+}
 _POLL = 1.0  # seconds between two looks at the directory
 _SECONDS = 600.0  # that a request for completions may take, while the server samples for a trainer
 _SOON = 30.0  # and all that the server says of itself
@@ -68,10 +70,12 @@ def main(args: Namespace) -> int:
     from ..sampling.seeded import Disclosed
     from ..serving.connection import Connection, Deadline, Patience
     from ..settings.pretrained import load_tokenizer
-    from .calibrate import device_of, drawn_prompts
+    from .calibrate import device_of
+    from .problems import draw_prompts
 
     disable_progress_bar()  # a look is one line
     require_numbers(args, _RANGES)
+    source = prompt_source(args)
     device = device_of(args)
     connection = Connection(args.url, Patience(request_timeout=_SECONDS))
     tracker = _tracker(args)
@@ -86,16 +90,15 @@ def main(args: Namespace) -> int:
     while True:
         newest = newest_checkpoint(args.directory)
         # Of a checkpoint that is being rewritten in place, two polls see different files.
-        ready = newest is not None and newest == before and (newest != seen or time.monotonic() >= due)
-        before = newest
-        if not ready or newest is None:
+        if newest is None or newest != before or (newest == seen and time.monotonic() < due):
+            before = newest
             time.sleep(_POLL)
             continue
         seen, due = newest, time.monotonic() + 60 * args.every
         try:
             if prompts is None:
                 tokenizer = load_tokenizer(str(newest.path), "checkpoint")
-                prompts = tokenize(drawn_prompts(args, tokenizer), tokenizer)
+                prompts = tokenize(draw_prompts(source, tokenizer, args.prompts, args.seed), tokenizer)
             policy = AutoModelForCausalLM.from_pretrained(newest.path, dtype=dtype).to(device).eval()
             with connection.task(Deadline(_SOON)):
                 server = Disclosed.of(connection, newest.is_adapter)
@@ -113,7 +116,12 @@ def main(args: Namespace) -> int:
             policy = None  # two do not fit beside each other, nor does one stay on the device between the looks
         looks += 1
         age = time.time() - newest.written
-        say(_line(newest, age, server, numbers))
+        say(
+            f"{time.strftime('%H:%M:%S')} {newest.path.name}, {age:.0f} s old: "
+            f"δ̄ {numbers['discrepancy']:.3g} [{numbers['discrepancy_low']:.3g}, {numbers['discrepancy_high']:.3g}], "
+            f"k3 {numbers['k3_kl']:.2g}, drift {numbers['drift_tv']:.2g}, top-1 flips {numbers['top1_flips']:.1%}, "
+            f"floor {numbers['floor']:.2g}; server: weights {server.weight_version}, KV cache {server.kv_cache_dtype}"
+        )
         record = {"time": time.time(), "checkpoint": str(newest.path), "step": newest.step, "age": age}
         append_json(args.output / WATCH_FILE, record | server._asdict() | numbers)
         if tracker is not None:
@@ -126,15 +134,6 @@ def main(args: Namespace) -> int:
             if tracker is not None:
                 tracker.end_training()
             return int(failed)
-
-
-def _line(checkpoint: "Checkpoint", age: float, server: "Disclosed", numbers: dict[str, float]) -> str:
-    return (
-        f"{time.strftime('%H:%M:%S')} {checkpoint.path.name}, {age:.0f} s old: "
-        f"δ̄ {numbers['discrepancy']:.3g} [{numbers['discrepancy_low']:.3g}, {numbers['discrepancy_high']:.3g}], "
-        f"k3 {numbers['k3_kl']:.2g}, drift {numbers['drift_tv']:.2g}, top-1 flips {numbers['top1_flips']:.1%}, "
-        f"floor {numbers['floor']:.2g}; server: weights {server.weight_version}, KV cache {server.kv_cache_dtype}"
-    )
 
 
 def _tracker(args: Any) -> "Accelerator | None":

@@ -4,9 +4,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from datasets import Dataset
 
@@ -17,8 +15,7 @@ from .prompts import chat_prompt
 Split = Literal["train", "held_out"]
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     r"""A problem: `question` "23+45=?", `answer` "68", `solution` "3+5+0=8;2+4+0=6;\boxed{68}"."""
 
     question: str
@@ -83,15 +80,16 @@ def arithmetic_problems(size: int, seed: int, split: Split) -> list[Problem]:
             if not is_held_out(problem.question):
                 problems.append(problem)
         return problems
-    numbers = range(10, 100)
-    every = [(first, "+", second) for first in numbers for second in numbers]
-    every += [(first, "-", second) for first in numbers for second in numbers if first >= second]
-    every += [(first, "*", second) for first in range(1, 100) for second in range(2, 10)]
-    pools: dict[str, list[Problem]] = {operator: [] for operator in "+-*"}
-    for first, operator, second in every:
-        problem = _worked(first, operator, second)
-        if is_held_out(problem.question):
-            pools[operator].append(problem)
+    two_digits = range(10, 100)
+    every = {
+        "+": itertools.product(two_digits, two_digits),
+        "-": ((first, second) for first in two_digits for second in range(10, first + 1)),
+        "*": itertools.product(range(1, 100), range(2, 10)),
+    }
+    pools = {}
+    for operator, pairs in every.items():
+        worked = (_worked(first, operator, second) for first, second in pairs)
+        pools[operator] = [problem for problem in worked if is_held_out(problem.question)]
     available = sum(map(len, pools.values()))
     if size > available:
         raise ValueError(f"size={size} exceeds the {available} held-out problems: ask for at most {available}.")
@@ -105,13 +103,12 @@ def arithmetic_problems(size: int, seed: int, split: Split) -> list[Problem]:
     return problems
 
 
-def arithmetic_dataset(size: int, seed: int, split: Split, to_prompt: Callable[[str], Any] | None = None) -> Dataset:
+def arithmetic_dataset(size: int, seed: int, split: Split, to_prompt: Callable[[str], Any] = chat_prompt) -> Dataset:
     """`arithmetic_problems` as a data set: columns `prompt` and `answer` (a plain integer).
 
     Args:
         size, seed, split: see `arithmetic_problems`.
         to_prompt: what the model is given for a question; by default a conversation of one user message.
     """
-    to_prompt = to_prompt or partial(chat_prompt, instruction=None)
     problems = arithmetic_problems(size, seed, split)
     return Dataset.from_list([{"prompt": to_prompt(each.question), "answer": each.answer} for each in problems])

@@ -67,17 +67,15 @@ def clean(rows: Dataset, benchmarks: Mapping[str, Dataset] | None = None) -> tup
             dropped[number] = fault
         else:
             left[number] = plain
-    keys = {number: problem_key(row["problem"]) for number, row in left.items()}
-    answers: dict[str, set[str]] = defaultdict(set)
-    first: dict[str, str] = {}
+    copies: dict[str, list[int]] = defaultdict(list)  # rows of one problem
     for number, row in left.items():
-        answers[keys[number]].add("".join(row["answer"].split()))
-        first.setdefault(keys[number], row["id"])
-    for number, key in keys.items():
-        if len(answers[key]) > 1:
-            dropped[number] = "conflicting answers", " | ".join(sorted(answers[key]))
-        elif first[key] != left[number]["id"]:
-            dropped[number] = "duplicate", first[key]
+        copies[problem_key(row["problem"])].append(number)
+    for numbers in copies.values():
+        answers = {"".join(left[number]["answer"].split()) for number in numbers}
+        if len(answers) > 1:
+            dropped |= dict.fromkeys(numbers, ("conflicting answers", " | ".join(sorted(answers))))
+        else:
+            dropped |= dict.fromkeys(numbers[1:], ("duplicate", left[numbers[0]]["id"]))
     kept = [row for number, row in left.items() if number not in dropped]
     reasons = [{"id": rows[n]["id"], "reason": reason, "detail": why} for n, (reason, why) in sorted(dropped.items())]
     columns = {name: [row[name] for row in kept] for name in FEATURES}  # from_list takes no empty list

@@ -76,7 +76,7 @@ def load_prompts(
     instruction: str | None = None,
     max_prompt_length: int | None = None,
     graded: bool = True,
-) -> tuple[Dataset, dict[str, int]]:
+) -> tuple[Dataset, Counter[str]]:
     """Make prompts and gold answers as the trainer takes them; rows that cannot be used are counted and left out.
 
     Args:
@@ -122,14 +122,14 @@ def load_prompts(
     if not kept:
         raise ValueError(
             f"prompt_column={prompt_column!r}, answer_column={answer_column!r}: none of the {len(rows)} rows can be "
-            f"used ({describe_counts(dict(counts))}): check the columns and max_prompt_length."
+            f"used ({describe_counts(counts)}): check the columns and max_prompt_length."
         )
     features = {
         "prompt": Value("string") if tokenizer.chat_template is None else [Json()],  # which adds no keys to messages
         "answer": reduce(getitem, answer_column.split("."), rows.features) if as_it_is else Value("string"),
         **{name: rows.features[name] for name in others},  # a column of nulls would lose its type
     }
-    return Dataset.from_list(kept, features=Features(features)), dict(counts)
+    return Dataset.from_list(kept, features=Features(features)), counts
 
 
 def describe_counts(counts: dict[str, int]) -> str:
@@ -258,7 +258,7 @@ def make_prompt(problem: str, tokenizer: PreTrainedTokenizerBase, instruction: s
     return f"Problem: {problem}\n\n{instruction}\n\nSolution:" if instruction else problem
 
 
-def chat_prompt(problem: str, instruction: str | None = BOXED_INSTRUCTION) -> list[dict[str, str]]:
+def chat_prompt(problem: str, instruction: str | None = None) -> list[dict[str, str]]:
     """Return one user message, for a model with a chat template; the bare problem without an instruction."""
     return [{"role": "user", "content": f"{problem}\n\n{instruction}" if instruction else problem}]
 

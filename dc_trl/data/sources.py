@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset, Features, Value
 
@@ -30,8 +29,7 @@ FEATURES = Features(
 )
 
 
-@dataclass(frozen=True)
-class MathProblem:
+class MathProblem(NamedTuple):
     """A row before it has a place in a data set; fields as in `FEATURES`."""
 
     problem: str
@@ -44,19 +42,18 @@ class MathProblem:
 
 def to_dataset(source: str, problems: Iterable[MathProblem]) -> Dataset:
     """Make a data set with the columns of `FEATURES`; the rows are numbered."""
-    rows = [{"id": f"{source}/{number}", **asdict(problem)} for number, problem in enumerate(problems)]
+    rows = [{"id": f"{source}/{number}", **problem._asdict()} for number, problem in enumerate(problems)]
     return Dataset.from_list(rows, features=FEATURES)
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A data set on the Hub."""
 
     hub_id: str  # "" for problems that are made on the spot
-    config: str | None  # None for the only one
     split: str
     revision: str  # commit, in full, so that the rows never change under a result
     convert: Callable[[Row], MathProblem]  # knows the field names of the Hub and of the usual local files
+    config: str | None = None  # None for the only one
     samples: int = 1  # k of avg@k, the answers drawn per problem, at least 1
     instruction: str | None = BOXED_INSTRUCTION  # what a prompt says after the problem; None: nothing
 
@@ -161,26 +158,24 @@ def holds_several(answer: str) -> bool:
 
 # Every revision was read in several public repositories that pin the same commit; none was checked on the Hub itself.
 BENCHMARKS: dict[str, Source] = {
-    "aime24": Source("math-ai/aime24", None, "test", "83a7f387baaa524a8bda0022eac0541582297103", _aime, samples=32),
-    "aime25": Source("math-ai/aime25", None, "test", "563bb8404243c5f09de6ec262f2db674fe5bce9b", _aime, samples=32),
-    "amc23": Source("math-ai/amc23", None, "test", "80815d37005feb82cd7f8fbc6901d5d3eff43057", _amc, samples=32),
+    "aime24": Source("math-ai/aime24", "test", "83a7f387baaa524a8bda0022eac0541582297103", _aime, samples=32),
+    "aime25": Source("math-ai/aime25", "test", "563bb8404243c5f09de6ec262f2db674fe5bce9b", _aime, samples=32),
+    "amc23": Source("math-ai/amc23", "test", "80815d37005feb82cd7f8fbc6901d5d3eff43057", _amc, samples=32),
     "math500": Source(
-        "HuggingFaceH4/MATH-500", None, "test", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", _math500, samples=4
+        "HuggingFaceH4/MATH-500", "test", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", _math500, samples=4
     ),
-    "minerva": Source(
-        "math-ai/minervamath", None, "test", "ee46ddc498933b1977577953250ca5c66be64f96", _minerva, samples=4
-    ),
+    "minerva": Source("math-ai/minervamath", "test", "ee46ddc498933b1977577953250ca5c66be64f96", _minerva, samples=4),
     "olympiadbench": Source(
         "Hothan/OlympiadBench",
-        "OE_TO_maths_en_COMP",
         "train",  # the only one there; it is the benchmark
         "91184b52131e7fc9455fef848035173aea8cc01a",
         _olympiadbench,
+        config="OE_TO_maths_en_COMP",
         samples=4,
     ),
-    "gsm8k": Source("openai/gsm8k", "main", "test", "740312add88f781978c0658806c59bc2815b9866", _gsm8k),
+    "gsm8k": Source("openai/gsm8k", "test", "740312add88f781978c0658806c59bc2815b9866", _gsm8k, config="main"),
     # Held-out problems of dc_trl.data.arithmetic; the tiny model was taught on the bare question.
-    "arithmetic": Source("", None, "held_out", "", lambda row: MathProblem(**row), instruction=None),
+    "arithmetic": Source("", "held_out", "", lambda row: MathProblem(**row), instruction=None),
 }
 
 # Training problems are cleaned of these.
@@ -248,7 +243,7 @@ def _dapo(row: Row) -> MathProblem:
 
 
 # The revision was read in several public repositories that pin it; it was not checked on the Hub itself.
-DAPO = Source("BytedTsinghua-SIA/DAPO-Math-17k", None, "train", "65877096c24ffa7abc4e4fa5edb95cf3413a5674", _dapo)
+DAPO = Source("BytedTsinghua-SIA/DAPO-Math-17k", "train", "65877096c24ffa7abc4e4fa5edb95cf3413a5674", _dapo)
 
 
 def load_dapo(file: str | None = None, prompt_column: str | None = None, answer_column: str | None = None) -> Dataset:
@@ -274,5 +269,5 @@ def load_dapo(file: str | None = None, prompt_column: str | None = None, answer_
             **{column: row[column] for column in GRADING_COLUMNS if row.get(column) is not None},
         )
 
-    source = replace(DAPO, convert=of_columns) if prompt_column or answer_column else DAPO
+    source = DAPO._replace(convert=of_columns) if prompt_column or answer_column else DAPO
     return to_dataset("dapo", dict.fromkeys(source.problems(file)))

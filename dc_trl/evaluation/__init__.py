@@ -2,8 +2,3 @@
 
 The commands import it; it asks engines of its own, and needs no trainer.
 """
-
-from .benchmarking import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
-
-
-__all__ = ["RESULTS_FILE", "Benchmark", "evaluate", "tokenize_prompts"]

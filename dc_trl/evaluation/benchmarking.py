@@ -5,7 +5,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +32,7 @@ _TOGETHER = 32  # completions that are graded, and then stored, at once
 logger = logging.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Benchmark:
+class Benchmark(NamedTuple):
     """Problems that are answered `samples` times each, with `instruction` in the prompt (None: the bare problem)."""
 
     name: str
@@ -136,8 +135,12 @@ def evaluate(
         for each in benchmarks
     }
     average = macro_estimate([list(result.per_problem.values()) for result in results.values()])
-    stored = [(each.samples, sample) for each in benchmarks for sample in stores[each.name].samples.values()]
-    failures = Counter(answer.failure for k, answer in stored if answer.failure is not None and answer.sample < k)
+    failures = Counter(
+        sample.failure
+        for benchmark in benchmarks
+        for sample in stores[benchmark.name].samples.values()
+        if sample.failure is not None and sample.sample < benchmark.samples
+    )
     evaluation = Evaluation(model, scheme, record, results, average, dict(failures))
     file = output_dir / RESULTS_FILE
     if file.is_file() and Evaluation.load(file).results.keys() - results.keys():

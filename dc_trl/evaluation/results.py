@@ -91,25 +91,24 @@ def benchmark_result(
         KeyError: a sample is missing.
     """
     groups = {problem: [samples[problem, number] for number in range(k)] for problem in problems}
-    ungraded = [problem for problem, group in groups.items() if group[0].correct is None]
-    graded = [group for group in groups.values() if group[0].correct is not None]
+    graded = {problem: group for problem, group in groups.items() if group[0].correct is not None}
     if not graded:
         raise ValueError(f"benchmark {name!r}: none of the gold answers can be graded; see {DOCS}/rewards.md.")
-    right = [sum(bool(sample.correct) for sample in group) for group in graded]
+    right = {problem: sum(bool(sample.correct) for sample in group) for problem, group in graded.items()}
     sizes = sorted({2**power for power in range(k.bit_length())} | {k})
     every = [sample for group in groups.values() for sample in group]
     return BenchmarkResult(
         name,
         k,
-        mean_estimate([count / k for count in right]),
-        {size: mean_estimate([pass_at_k(k, count, size) for count in right]) for size in sizes},
+        mean_estimate([count / k for count in right.values()]),
+        {size: mean_estimate([pass_at_k(k, count, size) for count in right.values()]) for size in sizes},
         mean_estimate(
-            [majority_at_k([s.answer for s in group], [bool(s.correct) for s in group]) for group in graded]
+            [majority_at_k([s.answer for s in group], [bool(s.correct) for s in group]) for group in graded.values()]
         ),
         sum(sample.truncated for sample in every) / len(every),
         sum(sample.tokens for sample in every) / len(every),
-        ungraded,
-        {group[0].id: count / k for group, count in zip(graded, right, strict=True)},
+        [problem for problem in groups if problem not in graded],
+        {problem: count / k for problem, count in right.items()},
     )
 
 
@@ -152,7 +151,7 @@ def print_evaluations(evaluations: Sequence[Evaluation]) -> None:
 def print_comparison(first: Evaluation, second: Evaluation) -> None:
     """Print how the second evaluation differs from the first."""
     title = f"{second.model} {second.engine} against {first.model} {first.engine}, percentage points"
-    print_table(*comparison_table(first, second, compare(first, second)), title=title)
+    print_table(*comparison_table(first, second), title=title)
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
@@ -182,10 +181,10 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> TableRows:
     return head, rows
 
 
-def comparison_table(first: Evaluation, second: Evaluation, differences: dict[str, Difference]) -> TableRows:
+def comparison_table(first: Evaluation, second: Evaluation) -> TableRows:
     """Return second minus first in percentage points on the same problems, and whether that is more than noise."""
     head = ["benchmark", "first", "second", "difference", "95 %", "p", "second is"]
-    rows = []
+    rows, differences = [], compare(first, second)
     for name, difference in differences.items():
         names = differences.keys() - {"average"} if name == "average" else [name]
         a, b = (fmean(e.results[each].avg.value for each in names) for e in (first, second))
@@ -194,6 +193,6 @@ def comparison_table(first: Evaluation, second: Evaluation, differences: dict[st
             interval = f"{100 * difference.low:+.1f} – {100 * difference.high:+.1f}"
             p_value = f"{difference.p_value:.4f}"
         value = with_error(difference.value, difference.standard_error, 100, 1, "+")
-        words = [value, interval, p_value, verdict(difference, "better", "worse")]
+        words = [value, interval, p_value, verdict(difference)]
         rows.append([name, f"{100 * a:.1f}", f"{100 * b:.1f}", *words])
     return head, rows

@@ -1,7 +1,6 @@
 """Sampled answers on disk, written as they come, so that an interrupted evaluation can go on."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,8 +38,8 @@ class SampleStore:
         ValueError: the folder holds samples that were drawn with other settings.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], settings: Mapping[str, Any]):
-        self.folder = Path(folder)
+    def __init__(self, folder: Path, settings: Mapping[str, Any]):
+        self.folder = folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self._require_same(json.loads(json.dumps(settings)))
         self.samples = self._read()

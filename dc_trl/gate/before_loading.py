@@ -109,6 +109,9 @@ def require_startable(
                 f"reward_funcs has {excerpt(function)} of type {type(function).__name__}: pass a function, a reward "
                 "model or its name, or a list of these."
             )
+    # An asynchronous worker keeps all columns.
+    loses_columns = isinstance(args, GRPOConfig) and args.remove_unused_columns
+    setting = "remove_unused_columns=True, reward_funcs" if loses_columns else "reward_funcs"
     prompts = []
     for name, rows in _data_sets(train_dataset, eval_dataset).items():
         of_rows, columns = _look_at(name, rows, args, environment_factory is not None)
@@ -117,17 +120,14 @@ def require_startable(
             if isinstance(function, str):
                 require_model_path(function, "reward_funcs")
             elif not isinstance(function, nn.Module):
-                extra = ["environments"] * bool(environment_factory)
-                _require_called(function, args, columns, extra, more=rollout_func is not None)
+                require_callable(
+                    f"{setting}: {reward_name(function)!r}",
+                    function,
+                    ["prompt"] if loses_columns else columns,
+                    ["environments"] * bool(environment_factory),
+                    more=rollout_func is not None,
+                )
     return prompts
-
-
-def _require_called(function: Any, args: Any, columns: list[str], extra: list[str], more: bool) -> None:
-    """Refuse a reward function that cannot be called with the columns that reach it; see `require_callable`."""
-    named = f"reward_funcs: {reward_name(function)!r}"
-    if isinstance(args, GRPOConfig) and args.remove_unused_columns:  # an asynchronous worker keeps them
-        named, columns = f"remove_unused_columns=True, {named}", ["prompt"]
-    require_callable(named, function, columns, extra, more)
 
 
 def _config_of(model: Any, args: Any, field: str) -> PretrainedConfig:
@@ -158,9 +158,11 @@ def _require_unquantized(model: Any, config: PretrainedConfig, adapted: bool, qu
 
 def _data_sets(train: Any, evaluation: Any) -> dict[str, Any]:
     """Return the data sets that are given, by the names under which they are given."""
-    several = isinstance(evaluation, dict)
-    named = {f"eval_dataset[{name!r}]": rows for name, rows in evaluation.items()} if several else {}
-    found = {"train_dataset": train, "eval_dataset": None if several else evaluation} | named
+    found = {"train_dataset": train}
+    if isinstance(evaluation, dict):
+        found |= {f"eval_dataset[{name!r}]": rows for name, rows in evaluation.items()}
+    else:
+        found["eval_dataset"] = evaluation
     return {name: rows for name, rows in found.items() if rows is not None}
 
 

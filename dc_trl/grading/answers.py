@@ -1,6 +1,5 @@
 r"""The verdict: lists, tuples and intervals part by part, numbers as numbers, the rest as expressions."""
 
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,9 +10,6 @@ from typing import NamedTuple
 from .expressions import equal, is_set, parse_expression, same_relation, within
 from .literals import Literal, parse_literal, parse_unit
 from .text import clean, extract_answer, gold_answer, is_balanced, is_reasonable, split, squash
-
-
-logger = logging.getLogger("dc_trl.grading")
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"multiple_answers": (bool,), "unit": (str, type(None))}
@@ -102,22 +98,11 @@ def is_gradable(gold: Gold | str) -> bool:
     return _parse_gold(gold if isinstance(gold, Gold) else Gold(gold)) is not None
 
 
-def grade(text: str, gold: Gold) -> Verdict:
-    """Verdict on the last boxed answer of a text, in this process and without limits of time and memory.
-
-    [`Grader`] is the safe way to grade what a model wrote. Here too, no text raises: an answer whose comparison SymPy
-    ends with an exception is wrong, as a warning says.
-    """
-    answer = extract_answer(text)
-    verdict = try_to_grade(answer, gold)
-    if isinstance(verdict, Verdict):
-        return verdict
-    logger.warning("Grading %.80r against %.80r raised %s. The answer counts as wrong.", answer, gold.answer, verdict)
-    return Verdict(False, squash(answer or ""))
-
-
 def try_to_grade(answer: str | None, gold: Gold) -> Verdict | str:
-    """Verdict on what a box holds (None: there is no box), or the exception that the comparison raised, as text."""
+    """Verdict on what a box holds (None: there is no box), or the exception that the comparison raised, as text.
+
+    Here, in this process, are no limits of time and memory: [`Grader`] is the safe way to grade what a model wrote.
+    """
     if (own := _parse_gold(gold)) is None:
         return Verdict(None, answer)
     if answer is None:
@@ -126,7 +111,7 @@ def try_to_grade(answer: str | None, gold: Gold) -> Verdict | str:
         return Verdict(False, squash(answer[:100]))
     cleaned = clean(answer)
     try:
-        correct = answer == gold.answer.strip() or _equal(own, cleaned, gold)
+        correct = answer == gold.answer.strip() or _equal(own, cleaned, gold, gold.multiple_answers)
     except MemoryError:  # it is no property of the text alone
         raise
     except Exception as error:  # what SymPy raises on mathematics without meaning is no closed list
@@ -169,8 +154,7 @@ def _is_gradable(text: str, several: bool = False) -> bool:
     return parse_literal(value) is not None or parse_expression(value) is not None
 
 
-def _equal(gold_whole: str, whole: str, gold: Gold, several: bool | None = None) -> bool:
-    several = gold.multiple_answers if several is None else several
+def _equal(gold_whole: str, whole: str, gold: Gold, several: bool) -> bool:
     gold_name, gold_text = _split_name(gold_whole)
     name, text = _split_name(whole)
     if _is_equation(gold_text) or _is_equation(text) or (gold_name and name and squash(gold_name) != squash(name)):
@@ -294,7 +278,7 @@ def _split_name(text: str) -> tuple[str, str]:
     return ("=".join(names), value) if all(map(_NAME.fullmatch, names)) else ("", text)
 
 
-def _parts(text: str, several: bool = False) -> tuple[str, list[str]]:
+def _parts(text: str, several: bool) -> tuple[str, list[str]]:
     r"""Return the kind of a text and its parts: `list` (`{1, 2}`, `1, 2`, `\pm 1`), brackets as `(]`, or `scalar`."""
     is_number = parse_literal(text) is not None and not (several and "," in text)
     if is_number or "\\begin" in text or len(split(text, r"\\cup(?![A-Za-z])")) > 1:

@@ -15,7 +15,7 @@ from sympy.core.function import AppliedUndef
 from sympy.functions.combinatorial.factorials import CombinatorialFunction
 from sympy.logic.boolalg import Boolean
 
-from .text import split
+from .text import respell, split
 
 
 # It warns that its own timeouts are off: they are signals, which work in no thread. Workers have limits of their own.
@@ -28,19 +28,16 @@ _CONFIG = LatexExtractionConfig(
     ),
 )
 # What latex2sympy cannot read, under a name that it can; the same in gold and answer.
-_NAMES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in {
-        r"(?<![A-Za-z\\])np\.(?=[a-z])": "",
-        r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp)\s*(?=\()": r"\\\1",
-        r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
-        r"(?<![A-Za-z\\])E\s*_": r"\\Upsilon_",
-        r"\\hbar(?![A-Za-z])": r"\\Xi ",
-        r"\\odot(?![A-Za-z])": "o",
-        r"\\[gG]amma(?![A-Za-z])(?!\s*\()": r"\\varsigma ",  # `\gamma^2-1` would be the function's pole at -1
-        r"\\(?:text|mathrm)\s*\{\s*([A-Za-z])\s*\}": r" \1 ",
-    }.items()
-]
+_NAMES = {
+    r"(?<![A-Za-z\\])np\.(?=[a-z])": "",
+    r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp)\s*(?=\()": r"\\\1",
+    r"(?<![A-Za-z\\])pi(?![A-Za-z])": r"\\pi ",
+    r"(?<![A-Za-z\\])E\s*_": r"\\Upsilon_",
+    r"\\hbar(?![A-Za-z])": r"\\Xi ",
+    r"\\odot(?![A-Za-z])": "o",
+    r"\\[gG]amma(?![A-Za-z])(?!\s*\()": r"\\varsigma ",  # `\gamma^2-1` would be the function's pole at -1
+    r"\\(?:text|mathrm)\s*\{\s*([A-Za-z])\s*\}": r" \1 ",
+}
 _WORDS = r"(?<![_^])\\text\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}"
 Sides = tuple[Basic | MatrixBase | None, Basic | MatrixBase | None]
 
@@ -53,8 +50,7 @@ _DERIVATIVE = re.compile(rf"\\frac\s*\{{\s*d[^A-Za-z\\]*(?:\^[^A-Za-z]*)?\s*\\?[
 def parse_expression(text: str) -> Basic | MatrixBase | None:
     """Return the unevaluated expression; None if math-verify cannot read it."""
     text = _DERIVATIVE.sub(lambda match: f"\\Psi_{{{re.sub(r'[^A-Za-z0-9]', '', match[0][5:])}}}", text)
-    for pattern, replacement in _NAMES:
-        text = pattern.sub(replacement, text)
+    text = respell(text, _NAMES)
     if len(split(text, _WORDS)) > 1:  # `0\text{ is wrong}` would be a product
         return None
     parsed = parse(f"${text}$", extraction_config=[_CONFIG], fallback_mode="no_fallback", parsing_timeout=None)

@@ -146,15 +146,13 @@ class Grader:
             self._idle.put(worker)
         else:
             worker.close()
-        return reply if isinstance(reply, Verdict) else self._count(job, reply)
-
-    def _count(self, job: _Job, reason: str) -> Verdict:
-        """Return the verdict on an answer whose grading failed: it is wrong."""
-        kind = reason if reason in ("time", "memory", "crash") else "error"
+        if isinstance(reply, Verdict):
+            return reply
+        kind = reply if reply in ("time", "memory", "crash") else "error"  # for which the answer is wrong
         self.failures[kind] += 1
         level = logging.WARNING if self.failures[kind] == 1 else logging.DEBUG
         message = "Grading %.80r against %.80r failed (%s). The answer counts as wrong, and in `Grader.failures`."
-        logger.log(level, message, job[0], job[1].answer, reason)
+        logger.log(level, message, job[0], job[1].answer, reply)
         return Verdict(False, squash(job[0]), kind)
 
 

@@ -1,6 +1,7 @@
 r"""The text of an answer: found in a completion, and spelled in one way."""
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
 from itertools import accumulate
@@ -20,38 +21,35 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 # Other spellings of the same, in the order in which they go. `\\` separates the rows of a matrix, and stays.
 _ROWS = r"(?<!\\)((?:\\\\)*)"
-_SPELLINGS = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in {
-        r"(?<=\d)(?:(?:\{\s*,\s*\}|\\[,;:!]\s*|\\ |[\u2009\u202f~])(?=\d{3}(?!\d))|,\\!\s*(?=\d))": "",  # thousands
-        _ROWS + r"\\!\s*": r"\1",
-        _ROWS + r"\\(?:[,;: ]|q?quad(?![a-zA-Z]))|~": r"\1 ",
-        _ROWS + r"\\[()\[\]]|(?<!\\)\$": r"\1",
-        r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])\.?": "",
-        r"\\[dtc]frac(?![a-zA-Z])": r"\\frac",
-        r"\\(?:text(?:bf|it|rm|normal|sf|tt|up|sc)|[mh]box)(?![a-zA-Z])": r"\\text",
-        r"\\(?:leq(?:slant|q)?|le)(?![a-zA-Z])|<=|[≤⩽]": r"\\le ",
-        r"\\(?:geq(?:slant|q)?|ge)(?![a-zA-Z])|>=|[≥⩾]": r"\\ge ",
-        r"\\(?:neq?|not\s*=)(?![a-zA-Z])|!=|≠": r"\\ne ",
-        r"\\lbrace(?![a-zA-Z])": r"\\{",
-        r"\\rbrace(?![a-zA-Z])": r"\\}",
-        r"\\%": "%",
-        r"\\\$": r"\\usd ",
-        r"\s*(?:\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])|\\degree(?![a-zA-Z])|°)": r"^\\circ",
-        "[−–]": "-",
-        "×": r"\\times ",
-        "[·⋅]": r"\\cdot ",
-        "∞": r"\\infty ",
-        "π": r"\\pi ",
-        "∪": r"\\cup ",
-        r"\\varnothing(?![a-zA-Z])|∅": r"\\emptyset ",
-        r"√\s*(\d+|[A-Za-z])": r"\\sqrt{\1}",
-        r"\\(?:approx|simeq)(?![a-zA-Z])": "≈",
-        r"\\(sqrt|mathbb)\s*([^\W_])": r"\\\1{\2}",  # braces that TeX lets one leave out
-        r"\\frac\s*(\d)\s*(\d)": r"\\frac{\1}{\2}",
-        r"\s+": " ",
-    }.items()
-]
+_SPELLINGS = {
+    r"(?<=\d)(?:(?:\{\s*,\s*\}|\\[,;:!]\s*|\\ |[\u2009\u202f~])(?=\d{3}(?!\d))|,\\!\s*(?=\d))": "",  # thousands
+    _ROWS + r"\\!\s*": r"\1",
+    _ROWS + r"\\(?:[,;: ]|q?quad(?![a-zA-Z]))|~": r"\1 ",
+    _ROWS + r"\\[()\[\]]|(?<!\\)\$": r"\1",
+    r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])\.?": "",
+    r"\\[dtc]frac(?![a-zA-Z])": r"\\frac",
+    r"\\(?:text(?:bf|it|rm|normal|sf|tt|up|sc)|[mh]box)(?![a-zA-Z])": r"\\text",
+    r"\\(?:leq(?:slant|q)?|le)(?![a-zA-Z])|<=|[≤⩽]": r"\\le ",
+    r"\\(?:geq(?:slant|q)?|ge)(?![a-zA-Z])|>=|[≥⩾]": r"\\ge ",
+    r"\\(?:neq?|not\s*=)(?![a-zA-Z])|!=|≠": r"\\ne ",
+    r"\\lbrace(?![a-zA-Z])": r"\\{",
+    r"\\rbrace(?![a-zA-Z])": r"\\}",
+    r"\\%": "%",
+    r"\\\$": r"\\usd ",
+    r"\s*(?:\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])|\\degree(?![a-zA-Z])|°)": r"^\\circ",
+    "[−–]": "-",
+    "×": r"\\times ",
+    "[·⋅]": r"\\cdot ",
+    "∞": r"\\infty ",
+    "π": r"\\pi ",
+    "∪": r"\\cup ",
+    r"\\varnothing(?![a-zA-Z])|∅": r"\\emptyset ",
+    r"√\s*(\d+|[A-Za-z])": r"\\sqrt{\1}",
+    r"\\(?:approx|simeq)(?![a-zA-Z])": "≈",
+    r"\\(sqrt|mathbb)\s*([^\W_])": r"\\\1{\2}",  # braces that TeX lets one leave out
+    r"\\frac\s*(\d)\s*(\d)": r"\\frac{\1}{\2}",
+    r"\s+": " ",
+}
 _WRAPPED = re.compile(
     r"\\(?:math(?:bf|it|sf|cal|tt|normal)|boldsymbol|bm|boxed|fbox)\s*\{(.*)\}|\{(.*)\}"
     r"|\\(?:text|mathrm)\s*\{([^a-zA-Z{}]*|\s*[-+]?\d[^{}]*)\}|\(([^,;]*)\)",
@@ -117,14 +115,19 @@ def clean(latex: str) -> str:
     r"""One spelling: no layout, spacing, math delimiters or thousands separators that are certain (`1{,}000`)."""
     # A command that is escaped twice looks like a row's end, which only a matrix has.
     text = latex if "\\begin" in latex else re.sub(r"\\\\(?=[A-Za-z])", r"\\", latex)
-    for pattern, replacement in _SPELLINGS:
-        text = pattern.sub(replacement, text)
-    text = text.strip().rstrip(".,;\\").strip()
+    text = respell(text, _SPELLINGS).strip().rstrip(".,;\\").strip()
     while match := _WRAPPED.fullmatch(text):  # fonts, boxes and braces that hold the whole of it
         inner = next(group for group in match.groups() if group is not None).strip()
         if not is_balanced(inner):
             break
         text = inner
+    return text
+
+
+def respell(text: str, spellings: Mapping[str, str]) -> str:
+    """Replace regular expressions in a text, in their order."""
+    for pattern, replacement in spellings.items():
+        text = re.sub(pattern, replacement, text)
     return text
 
 

@@ -15,10 +15,9 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from ..settings.paths import lora_options
-from .policy import base_model
+from .policy import Policy, base_model
 
 
 def beside_base(inputs: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -50,7 +49,7 @@ def active_terms(layer: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
                 yield layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
 
 
-def require_adapter_beside(policy: PreTrainedModel | PeftModel | str) -> int:
+def require_adapter_beside(policy: Policy | str) -> int:
     """Refuse what vLLM cannot serve as an adapter beside its base, and return the adapter's rank.
 
     Args:

@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
@@ -31,7 +30,7 @@ from ..settings.paths import ADAPTER_FOLDER
 from .adapter import write_adapter
 from .contract import write_contract
 from .fake_quantize import compressed_weight
-from .policy import base_model, empty_copy
+from .policy import Policy, base_model, empty_copy
 from .schemes import quantized_weights, quantizes_cache, require_served_scheme, resolve_scheme
 from .tensors import policy_tensors
 
@@ -57,7 +56,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        policy: PreTrainedModel | PeftModel,
+        policy: Policy,
         scheme: str,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     ):

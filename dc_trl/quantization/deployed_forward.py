@@ -9,11 +9,9 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora import Embedding, Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
@@ -31,10 +29,10 @@ from .fake_quantize import (
     straight_through,
     weight_numbers,
 )
-from .policy import base_model, empty_copy, with_positions
+from .policy import Policy, base_model, empty_copy, with_positions
 from .rounding import round_as_vllm
 from .schemes import fused_experts, quantized_linears, quantized_weights, quantizes_cache, resolve_scheme
-from .tensors import require_merged_form
+from .tensors import policy_tensors, require_merged_form
 
 
 class _Layer:
@@ -69,26 +67,11 @@ class _Layer:
         self._masters = {}
 
     def _set(self, tensors: Mapping[str, Tensor]) -> None:
-        buffers = _buffers(self.module)
+        buffers = dict(self.module.named_buffers(recurse=False))
         for key, tensor in tensors.items():
             if key not in buffers:
                 delattr(self.module, key)  # a module refuses a plain tensor in the place of a parameter
             setattr(self.module, key, tensor)
-
-    def adapters_of(self, key: str) -> Iterator[Any]:
-        """Yield the active adapters of a parameter: those of a whole layer adapt its weight, others name theirs."""
-        for adapter in self.adapters:
-            adapted = adapter.parameter_name if isinstance(adapter, ParamWrapper) else "weight"
-            if adapted == key and not adapter.disable_adapters and not adapter.merged:
-                yield adapter
-
-
-def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(module.named_parameters(recurse=False))
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_buffers(recurse=False))
 
 
 def _layers_of(module: nn.Module, name: str, adapters: tuple[Any, ...] = ()) -> Iterator[tuple[str, nn.Module, tuple]]:
@@ -117,13 +100,6 @@ def _require_sum(adapter: BaseTunerLayer, name: str) -> None:
             "train_through_quantization cannot train through: use LoRA without variants (use_dora and the like) "
             "and without lora_bias, or train_through_quantization=False."
         )
-
-
-def _adapter_deltas(adapter: Any) -> Iterator[Tensor]:
-    """Yield ΔW of each active adapter of a layer, in the order in which merging adds them to W."""
-    for name in adapter.active_adapters:
-        if name in adapter.lora_A or name in adapter.lora_embedding_A:
-            yield adapter.get_delta_weight(name)
 
 
 class DeployedForward(TrainerCallback):
@@ -155,7 +131,7 @@ class DeployedForward(TrainerCallback):
 
     def __init__(
         self,
-        policy: PreTrainedModel | PeftModel,
+        policy: Policy,
         scheme: str,
         *,
         weights: bool = True,
@@ -173,14 +149,12 @@ class DeployedForward(TrainerCallback):
         self._compute = compute
         self._weight_args = quantization.weights if weights else None
         args = quantization.input_activations if activations else None
-        self._quantizer = None if args is None else ActivationQuantizer(args)
+        quantizer = None if args is None else ActivationQuantizer(args)
         self._cache: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}  # state of the parameters, weight and scale
         self._within_policy = False  # whether the whole policy runs forward, and not its backbone alone
 
         quantized = set() if quantization.weights is None else set(quantized_weights(architecture))
-        of_architecture = (architecture.named_parameters, architecture.named_buffers)
-        tensors = chain.from_iterable(named(remove_duplicate=False) for named in of_architecture)
-        deployed_dtypes = {name: tensor.dtype for name, tensor in tensors}
+        deployed_dtypes = {name: tensor.dtype for name, tensor in policy_tensors(architecture)}
         quantized_layers = {*quantized_linears(architecture), *fused_experts(architecture)}
         beside = lora_deployment == "adapter"
         (require_adapter_beside if beside else require_merged_form)(policy)
@@ -189,8 +163,9 @@ class DeployedForward(TrainerCallback):
         self._head: list[_Layer] = []
         for name, module, merged in _layers_of(base, ""):
             prefix = f"{name}." if name else ""
-            dtypes = {key: deployed_dtypes.get(prefix + key, torch.bfloat16) for key in _own_parameters(module)}
-            for key, buffer in _buffers(module).items() if compute else ():
+            own = module.named_parameters(recurse=False)
+            dtypes = {key: deployed_dtypes.get(prefix + key, torch.bfloat16) for key, _ in own}
+            for key, buffer in module.named_buffers(recurse=False) if compute else ():
                 if (dtype := deployed_dtypes.get(prefix + key, buffer.dtype)) != buffer.dtype:
                     dtypes[key] = dtype
             of_layer = {key for key in dtypes if f"{name}.{key}" in quantized}
@@ -200,20 +175,20 @@ class DeployedForward(TrainerCallback):
             if module in in_head:
                 self._head.append(layer)
             else:
-                self._hook(layer, self._quantizer if name in quantized_layers else None)
+                self._hook(layer, quantizer if name in quantized_layers else None)
             for adapter in merged if adapters else ():
                 self._replace_forward(adapter, beside)
         self._hook_policy(base)
         self._ends = round_as_vllm(base, lambda: self.enabled) if compute else []
         self._base = base
-        own = base.config._attn_implementation
-        deployed = attention.NAME if compute and base.device.type == "cpu" else own
+        usual = base.config._attn_implementation
+        deployed = attention.NAME if compute and base.device.type == "cpu" else usual
         if cache and quantizes_cache(scheme):
             deployed = attention.with_fp8_cache(deployed)
-        self._attention = (own, deployed) if deployed != own else None
+        self._attention = (usual, deployed) if deployed != usual else None
         # "eager" does not call `_apply_gate`
         expert_kinds = (base.config._experts_implementation, "grouped_mm")
-        self._experts = expert_kinds if self._quantizer is not None and fused_experts(architecture) else None
+        self._experts = expert_kinds if quantizer is not None and fused_experts(architecture) else None
 
     @property
     def enabled(self) -> bool:
@@ -257,11 +232,8 @@ class DeployedForward(TrainerCallback):
             forward._place(layer)
             return None if quantizer is None or layer.multiplies_numbers else quantizer(module, inputs)
 
-        def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            layer.take_back()
-
         module.register_forward_pre_hook(before)
-        module.register_forward_hook(after, always_call=True)
+        module.register_forward_hook(lambda *_: layer.take_back(), always_call=True)
         if quantizer is None:
             return
         if is_linear and quantizer.by_token and self._weights and self._compute:
@@ -279,11 +251,6 @@ class DeployedForward(TrainerCallback):
         counts_positions = base.config.get_text_config() is base.config and (
             "position_ids" in inspect.signature(backbone.forward).parameters
         )
-
-        def place_head() -> None:
-            if forward.enabled:
-                for layer in forward._head:
-                    forward._place(layer)
 
         def before(module: nn.Module, inputs: Any) -> None:
             forward._within_policy = True
@@ -308,8 +275,9 @@ class DeployedForward(TrainerCallback):
             # With accelerate, FSDP2 gathers the head together with the embedding or the last norm. If the head were
             # placed before, while it is a shard, its gradient would bypass FSDP2, which would then replace it by the
             # embedding's.
-            if forward._within_policy:
-                place_head()
+            if forward._within_policy and forward.enabled:
+                for layer in forward._head:
+                    forward._place(layer)
 
         for model in dict.fromkeys((self._policy, base)):  # PEFT calls the base model without its hooks
             model.register_forward_pre_hook(before)
@@ -338,7 +306,13 @@ class DeployedForward(TrainerCallback):
 
     def _deployed(self, layer: _Layer, key: str, master: Tensor) -> Tensor:
         """Return the tensor that a module computes with in place of a parameter, of the same shape."""
-        adapters = list(layer.adapters_of(key))
+        # Those of a whole layer adapt its weight, others name their parameter.
+        adapters = [
+            adapter
+            for adapter in layer.adapters
+            if key == (adapter.parameter_name if isinstance(adapter, ParamWrapper) else "weight")
+            and not (adapter.disable_adapters or adapter.merged)
+        ]
         tensors = [master, *(each for adapter in adapters for each in adapter.parameters())]
         needed = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         identity = (id(master), *((id(adapter), *adapter.active_adapters) for adapter in adapters))
@@ -347,7 +321,12 @@ class DeployedForward(TrainerCallback):
         fresh, deltas = known != state, []
         if fresh or needed:
             with torch.autocast(master.device.type, enabled=False):  # as in merging
-                deltas = [delta for adapter in adapters for delta in _adapter_deltas(adapter)]
+                deltas = [  # in the order in which merging adds them to W
+                    adapter.get_delta_weight(name)
+                    for adapter in adapters
+                    for name in adapter.active_adapters
+                    if name in adapter.lora_A or name in adapter.lora_embedding_A
+                ]
         if fresh:
             # Outside of inference mode: the value is cached, and a later forward may need gradients.
             with torch.inference_mode(False), torch.no_grad():

@@ -109,9 +109,8 @@ def compressed_weight(weight: Tensor, scheme: QuantizationScheme) -> dict[str, T
     scale, zero_point = weight_qparams(weight, scheme.weights)
     if _is_nvfp4(scheme.weights):
         numbers, _ = weight_numbers(weight, scheme.weights)
-        # 0, 0.5, 1, 1.5, 2, 3, 4 and 6 have the codes 0 to 7, and the sign is the fourth bit.
-        codes = weight.new_tensor([0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7], dtype=torch.uint8)
-        codes = codes[(2 * numbers.abs()).int()] | (weight < 0).to(torch.uint8) << 3
+        magnitudes = numbers.new_tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # with the codes 0 to 7
+        codes = torch.bucketize(numbers.abs(), magnitudes).to(torch.uint8) | (weight < 0).to(torch.uint8) << 3
         parts = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scale.to(torch.float8_e4m3fn)}
         parts["weight_global_scale"] = scale.new_tensor([WEIGHT_GLOBAL_SCALE])
         if scheme.input_activations is not None:
@@ -171,7 +170,7 @@ class ActivationQuantizer:
         self._last: tuple[Any, Any, Any] = (lambda: None, None, None)  # reference to it, function and result
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return straight_through(self.shared(self._round_trip, inputs[0]), inputs[0]), *inputs[1:]
+        return self.fake_quantize(inputs[0]), *inputs[1:]
 
     @torch.no_grad()
     def shared(self, function: Callable[[Tensor], Any], activations: Tensor) -> Any:
@@ -187,9 +186,8 @@ class ActivationQuantizer:
 
         Gradients pass the round trip unchanged, see `straight_through`.
         """
-        return straight_through(self._round_trip(activations), activations)
+        return straight_through(self.shared(self._round_trip, activations), activations)
 
-    @torch.no_grad()
     def _round_trip(self, activations: Tensor) -> Tensor:
         numbers, scale = self.quantize(activations)
         return numbers.mul_(scale).to(activations.dtype).view_as(activations)

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
+
+from .policy import gathered
 
 
 class _Output(BaseModelOutput):
@@ -57,16 +58,12 @@ class FusedHead(nn.Module):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         dtype = torch.float32 if in_float32 else dtype
-        self.weight = _gathered(head.weight).to(dtype)
-        self.bias = None if head.bias is None else _gathered(head.bias).to(dtype)
+        self.weight = gathered(head.weight).to(dtype)
+        self.bias = None if head.bias is None else gathered(head.bias).to(dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         product = functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         return product.to(torch.promote_types(product.dtype, torch.float32))
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -13,7 +13,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
-def base_model(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
+Policy: TypeAlias = PreTrainedModel | PeftModel
+
+
+def base_model(policy: Policy) -> PreTrainedModel:
     """Return the transformers model of a policy, without the PEFT model around it."""
     return policy.get_base_model() if isinstance(policy, PeftModel) else policy
 
@@ -53,12 +56,20 @@ def with_positions(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"position_ids": (mask.long().cumsum(1) - 1).masked_fill(mask == 0, 0)}
 
 
-def unwrapped(accelerator: Accelerator, model: nn.Module) -> PreTrainedModel | PeftModel:
+def unwrapped(accelerator: Accelerator, model: nn.Module) -> Policy:
     """Return the policy without accelerate's wrappers and torch.compile's module, which renames its tensors."""
     return accelerator.unwrap_model(model, keep_torch_compile=False)
 
 
-def shares_embeddings(policy: PreTrainedModel | PeftModel) -> bool:
+def gathered(tensor: Tensor) -> Tensor:
+    """Return a tensor whole, in every process, where FSDP2 has divided it among the processes."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Shards that FSDP2 keeps in CPU memory are gathered on the devices that compute, because NCCL needs them there.
+    return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
+
+
+def shares_embeddings(policy: Policy) -> bool:
     """Return whether input embedding and output head are one matrix, adapters included.
 
     `tie_word_embeddings` makes them one. An adapter on one of the two, or a trained copy of one (`modules_to_save`),
@@ -69,7 +80,7 @@ def shares_embeddings(policy: PreTrainedModel | PeftModel) -> bool:
     return embedding == head
 
 
-def require_shared_embeddings(policy: PreTrainedModel | PeftModel) -> None:
+def require_shared_embeddings(policy: Policy) -> None:
     """Refuse an adapter that separates an embedding and an output head that are tied in the configuration.
 
     Raises:
@@ -91,7 +102,7 @@ def _identities(module: nn.Module) -> set[int]:
     return {parameter.data_ptr() or id(parameter) for parameter in parameters}
 
 
-def empty_copy(policy: PreTrainedModel | PeftModel) -> PreTrainedModel:
+def empty_copy(policy: Policy) -> PreTrainedModel:
     """Return the base architecture of a policy on the meta device, with names, shapes and dtypes but without values.
 
     The dtypes are those of the deployed policy, as transformers loads it in bfloat16: some architectures keep small

@@ -98,18 +98,6 @@ class _Residual:
         return straight_through(before.float() + added, exact)
 
 
-def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return weight · value / √(mean(value²) + ε), rounded before and after the product with the weight, as in vLLM.
-
-    Args:
-        value: shape (..., channels), float32.
-        weight: shape (channels,); its dtype is that of the result.
-        epsilon: term that is added to the mean square.
-    """
-    value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + epsilon)
-    return weight * value.to(weight.dtype)
-
-
 def _fuse_norms(decoder: nn.Module, layers: Any, active: Callable[[], bool]) -> list[Callable[[], None]]:
     entries = [layer.input_layernorm for layer in layers]
     entries += [module for name, module in decoder.named_children() if name == "norm"]
@@ -139,7 +127,20 @@ def _copies(norm: Any) -> list[Any]:  # the norm and the copies of it that PEFT 
 
 
 def _norm(norm: Any, own: Callable, exact: Callable, active: Callable[[], bool], hidden: Tensor) -> Tensor:
-    return rms_norm(exact(hidden), norm.weight, norm.variance_epsilon) if active() else own(hidden)
+    """Return weight · value / √(mean(value²) + ε), rounded before and after the product with the weight, as in vLLM.
+
+    Args:
+        norm: RMSNorm, in whose dtype the result is.
+        own: its own forward, for when ``active()`` is false.
+        exact: function of ``hidden`` that returns the value, float32.
+        active: returns whether the norm rounds in this way now.
+        hidden: shape (..., channels).
+    """
+    if not active():
+        return own(hidden)
+    value = exact(hidden)
+    value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * value.to(norm.weight.dtype)
 
 
 def _is_rms_norm(norm: Any) -> bool:

@@ -109,9 +109,14 @@ def named_scheme(name: str) -> QuantizationScheme:
 
     require_scheme(name)
     plain = name.removesuffix(FP8_CACHE)
-    scheme = preset_name_to_scheme(_PRESETS.get(plain, ("W4A16", 32))[0], targets=["Linear"])
+    preset, group_size = _PRESETS.get(plain, ("W4A16", 32))
+    scheme = preset_name_to_scheme(preset, targets=["Linear"])
     if plain == "fp8_w8a16":
         scheme.input_activations = None
+    if plain in RESEARCH_BITS:
+        scheme.weights.num_bits = RESEARCH_BITS[plain]
+    if group_size is not None:
+        scheme.weights.group_size = group_size
     return scheme
 
 
@@ -131,24 +136,19 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
 
     scheme = named_scheme(name)
     name = name.removesuffix(FP8_CACHE)
-    _, group_size = _PRESETS.get(name, ("W4A16", 32))
     if scheme.weights is None:
         return scheme
     if name == "fp8_w8a16" and fused_experts(model):
         raise ValueError("deployment_scheme='fp8_w8a16': vLLM loads no mixture of experts in it: use 'fp8'.")
-    if name in RESEARCH_BITS:
-        scheme.weights.num_bits = RESEARCH_BITS[name]
     for layer, experts in fused_experts(model).items():
         _require_known_layout(name, layer, experts)
     widths = {key.removesuffix(".weight"): weight.shape[-1] for key, weight in quantized_weights(model).items()}
     if name == "int4" and (odd := [layer for layer, width in widths.items() if width % 128]):
-        group_size = 32
+        scheme.weights.group_size = 32
         logging.get_logger(__name__).warning_once(
             f"deployment_scheme='int4' is in groups of 32 here, as 'int4_g32' is: the {widths[odd[0]]} inputs of "
             f"layer {odd[0]!r} are no multiple of 128."
         )
-    if group_size is not None:
-        scheme.weights.group_size = group_size
     for args in filter(None, (scheme.weights, scheme.input_activations)):
         for layer, width in widths.items():
             if args.group_size and width % args.group_size:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import reduce
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -16,10 +16,8 @@ from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
-from .policy import base_model, require_shared_embeddings, unwrapped
+from .policy import Policy, base_model, gathered, require_shared_embeddings, unwrapped
 
 
 # Names of the classes in which bitsandbytes packs several numbers into one; it need not be installed.
@@ -66,7 +64,7 @@ def _needs_trl(accelerator: Accelerator, policy: nn.Module) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3
 
 
-def policy_tensors(policy: PreTrainedModel | PeftModel, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
+def policy_tensors(policy: Policy, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers of a policy by its base architecture's names, with FSDP2 gathered, adapters merged.
 
     The policy itself is not changed: each adapted layer is merged in a copy, one at a time, because merging in place
@@ -92,13 +90,13 @@ def policy_tensors(policy: PreTrainedModel | PeftModel, adapters: bool = True) -
         # The state dict holds the shards even where a forward pass has left gathered weights behind in its own
         # precision, and the model's names even where layers are wrapped to recompute activations.
         for name, tensor in policy.state_dict().items():
-            yield name, _gathered(tensor)
+            yield name, gathered(tensor)
     else:
         yield from policy.named_parameters(remove_duplicate=False)
         yield from policy.named_buffers(remove_duplicate=False)
 
 
-def require_merged_form(policy: PreTrainedModel | PeftModel) -> None:
+def require_merged_form(policy: Policy) -> None:
     """Refuse adapters that cannot be merged into the weights that are deployed.
 
     Raises:
@@ -143,13 +141,6 @@ def _unpacked(layer: nn.Module) -> Tensor:
     # On a CPU, bitsandbytes evaluates with another layout of the weights than dequantizing reads; saving restores it.
     layer.state_dict()
     return dequantize_module_weight(layer)
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # Shards that FSDP2 keeps in CPU memory are gathered on the devices that compute, because NCCL needs them there.
-    return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
 
 
 def _merged_tensors(module: nn.Module, prefix: str, adapters: bool) -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,6 @@ the mean over problems (clustered by problem), and the bootstrap draws whole pro
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -67,13 +66,9 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> flo
     Returns:
         0 or 1, or between where several answers share the most votes, among which the draw is fair; 0 without votes.
     """
-    votes = Counter(answer for answer in answers if answer is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    winners = {answer for answer, count in votes.items() if count == most}
+    winners = statistics.multimode(answer for answer in answers if answer is not None)
     verdicts = [right for answer, right in zip(answers, correct, strict=True) if answer in winners]
-    return sum(verdicts) / len(verdicts)
+    return sum(verdicts) / len(verdicts) if verdicts else 0.0
 
 
 def mean_estimate(values: Sequence[float]) -> Estimate:
@@ -108,11 +103,9 @@ def macro_estimate(benchmarks: Sequence[Sequence[float]]) -> Estimate:
     """
     estimate = _bootstrap(benchmarks)[0]
     if all({*values} in ({0.0}, {1.0}) for values in benchmarks):
-        widths = [_WILSON / (len(values) + _WILSON) for values in benchmarks]
-        below = [values[0] * width for values, width in zip(benchmarks, widths, strict=True)]
-        above = [(1 - values[0]) * width for values, width in zip(benchmarks, widths, strict=True)]
-        low, high = estimate.value - sum(below) / len(below), estimate.value + sum(above) / len(above)
-        return replace(estimate, low=low, high=high)
+        weights = [len(values) / (len(values) + _WILSON) for values in benchmarks]
+        low = statistics.fmean(values[0] * weight for values, weight in zip(benchmarks, weights, strict=True))
+        return replace(estimate, low=low, high=low + statistics.fmean(1 - weight for weight in weights))
     return estimate
 
 

@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -80,7 +79,7 @@ def label_end(axes: Axes, y: float, text: str, color: str) -> None:
     axes.text(1.01, y, text, transform=axes.get_yaxis_transform(), color=color, fontsize=9, va="center")
 
 
-def save_figure(figure: Figure, path: str | PathLike[str]) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure in the format of the file's suffix, replacing the file in one step.
 
     Args:
@@ -91,8 +90,8 @@ def save_figure(figure: Figure, path: str | PathLike[str]) -> None:
         OSError: the file cannot be written; the message names it.
     """
     content = io.BytesIO()
-    figure.savefig(content, format=Path(path).suffix.removeprefix("."))
-    write_bytes(Path(path), content.getvalue())
+    figure.savefig(content, format=path.suffix.removeprefix("."))
+    write_bytes(path, content.getvalue())
 
 
 # --- what each figure of a run shows
@@ -275,7 +274,7 @@ def panels_of(run: Run) -> list[Panel]:
     return [panel for panel in (*_PANELS, *benchmarks) if run.series(panel.metric).steps]
 
 
-def plot_run(history: Iterable[Mapping[str, Any]], path: str | Path, title: str = "") -> None:
+def plot_run(history: Iterable[Mapping[str, Any]], path: Path, title: str) -> None:
     """Draw the reward, the batch discrepancy with its tolerance, and λ of a history into one PNG.
 
     A run with `LengthDecayCallback` has two more panels: response length, with the surge, and learning rate.
@@ -286,13 +285,10 @@ def plot_run(history: Iterable[Mapping[str, Any]], path: str | Path, title: str 
         title: printed above the panels.
     """
     run = Run("", history)
-    decays = any(name.startswith("length_decay/") for name in run.columns)
-    drawn = [
-        "discrepancy/mean",
-        "lagrangian/lambda",
-        *(["completions/mean_length", "learning_rate"] if decays else []),
-    ]
-    drawn = ["reward", *(metric for metric in drawn if run.series(metric).steps)]
+    drawn = {"discrepancy/mean", "lagrangian/lambda"}
+    if any(name.startswith("length_decay/") for name in run.columns):
+        drawn |= {"completions/mean_length", "learning_rate"}
+    drawn = {"reward", *(metric for metric in drawn if run.series(metric).steps)}
     panels = [panel for panel in _PANELS if panel.metric in drawn]
     figure, all_axes = new_figure(len(panels), width=7.2, height=2.0, share_x=True)
     if title:

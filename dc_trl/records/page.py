@@ -99,12 +99,6 @@ def time_table(run: Run) -> Table:
     return Table(["part", "seconds", "share", "tokens/s"], rows, caption)
 
 
-def settings_table(run: Run) -> Table:
-    """Return the settings that are not the default."""
-    rows = [[name, _text(value)] for name, value in sorted(run.settings.items())]
-    return Table(["setting", "value"], rows, "Settings that are not the default.")
-
-
 def _tokens(run: Run) -> float | None:
     return run.summary.get("tokens", run.last("num_tokens"))
 
@@ -136,13 +130,14 @@ def write_report(run: Run | str | PathLike[str], path: str | PathLike[str], titl
     page_path = Path(path)
     if page_path.suffix != ".html":
         raise ValueError(f"output='{page_path}' is not a page: give a file whose name ends in .html.")
+    settings = [[name, _text(value)] for name, value in sorted(run.settings.items())]
     page = _TEMPLATES.get_template("page.html").render(
         title=title or f"Run {run.name}",
         subtitle=f"dc_trl {__version__}",
         verdict=verdict_of(run).lines,
         tables=[facts_table(run), outcome_table(run), time_table(run)],
         sections=_sections(run),
-        settings=settings_table(run),
+        settings=Table(["setting", "value"], settings, "Settings that are not the default."),
     )
     page_path.parent.mkdir(parents=True, exist_ok=True)
     write_text(page_path, printable(page))

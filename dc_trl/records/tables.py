@@ -21,11 +21,11 @@ def with_error(value: float, standard_error: float | None, factor: float, decima
     return f"{factor * value:{sign}.{decimals}f}{error}"
 
 
-def verdict(difference: Difference, above: str, below: str) -> str:
-    """Return `above` or `below` where the second of two values differs by more than noise, else a denial."""
+def verdict(difference: Difference) -> str:
+    """Return "better" or "worse" where the second of two values differs by more than noise, else a denial."""
     if difference.p_value is None or not difference.p_value < SIGNIFICANCE:
         return "not shown to differ"
-    return above if difference.value > 0 else below
+    return "better" if difference.value > 0 else "worse"
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

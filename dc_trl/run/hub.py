@@ -85,8 +85,13 @@ def complete_card(trainer: Trainer) -> None:
     if (folder / FIGURE_FILE).is_file():
         alt = "Mean reward, batch discrepancy with its tolerance, and the multiplier over the steps"
         parts.append(f"![{alt}]({FIGURE_FILE})")
-    settings = constraint_settings(args)
-    parts.append(markdown_table(("setting", "value"), [(f"`{name}`", str(value)) for name, value in settings.items()]))
+    without_effect = _OF_A_CONSTRAINT if args.constraint == "none" else ()
+    rows = [
+        [f"`{field.name}`", str(value)]
+        for field in fields(ConstraintSettings)
+        if not field.name.startswith(without_effect) and (value := getattr(args, field.name)) is not None
+    ]
+    parts.append(markdown_table(("setting", "value"), rows))
     deployment = folder / DEPLOYMENT_FOLDER
     if isinstance(args, DCGRPOConfig) and (deployment / "config.json").is_file():
         line = serve_line(deployment).replace(str(deployment), f"model/{deployment.name}")
@@ -98,18 +103,6 @@ def complete_card(trainer: Trainer) -> None:
 def hub_dataset(name: str | None) -> str | None:
     """Return the name if it can be that of a data set on the Hub (OWNER/NAME and no existing path), or None."""
     return name if name and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not Path(name).exists() else None
-
-
-def constraint_settings(args: Any) -> dict[str, Any]:
-    """Return the settings of the constraint that are set and have an effect on the training.
-
-    Args:
-        args: a `DCGRPOConfig` or an `AsyncDCGRPOConfig`.
-    """
-    names = (field.name for field in fields(ConstraintSettings))
-    not_shown = _OF_A_CONSTRAINT if args.constraint == "none" else ()
-    values = {name: getattr(args, name) for name in names if not name.startswith(not_shown)}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 # --- its files

@@ -179,7 +179,7 @@ class RolloutClient(VLLMClient):
 
     def persist(self, action: Callable[[bool], T]) -> T:
         """Return the result of an action, which may be tried again; see `connection.persist`."""
-        return persist(self.connections, action, self.patience, self.report, self.all_needed)
+        return persist(self.connections, action, self.patience, self.all_needed)
 
     def hold(self, weights: Weights | None, reload: bool) -> None:
         """Load weights into servers that do not hold them, or that may not (`reload`), in one try; None accepts any.
@@ -272,7 +272,7 @@ class ServerClient(RolloutClient):
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
         """Wait until the server is up; see `wait_until_up`."""
-        wait_until_up([self.connection], total_timeout, self.report)
+        wait_until_up([self.connection], total_timeout)
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the server's resolved configuration (`VllmConfig`) as a JSON tree."""

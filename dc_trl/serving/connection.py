@@ -151,8 +151,33 @@ class Connection:
         return list(chain.from_iterable(in_coroutine(all_of(map(ask, bodies)))))
 
     async def arequest(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        """Send a request as `request` does, in an event loop."""
-        return self._read(path, await self._answer(method, path, **kwargs))
+        """Send a request as `request` does, in an event loop: return its JSON, or raise what its status means."""
+        response = await self._answer(method, path, **kwargs)
+        status, text = response.status_code, response.text
+        if status == 401:
+            raise ServerError(f"vLLM at {self.url} asks for an API key: set the variable VLLM_API_KEY to its key.")
+        if status == 404 and not path.startswith("/v1"):
+            raise ServerRefusedError(
+                f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment. Where that is set, its release of vLLM lacks this path: use 0.31 or later."
+            )
+        if status >= 400 and "not JSON compliant" in text:
+            # JSON has no NaN, so vLLM refuses to send the log-probabilities of broken weights.
+            raise ServerUnavailableError(
+                f"vLLM at {self.url} computed NaN for {path}: its weights are broken, or the policy has diverged"
+            )
+        if status >= 500 or status in _RETRY_STATUSES:
+            raise ServerUnavailableError(f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}")
+        if status >= 400:
+            raise ServerRefusedError(f"vLLM at {self.url} refused {path} (HTTP {status}): {text[:500]}")
+        if path.endswith("load_lora_adapter"):  # vLLM answers by a sentence, and not in JSON
+            return {"answer": text}
+        try:
+            return dict(response.json())
+        except MALFORMED as error:
+            raise ServerUnavailableError(
+                f"the server at {self.url} answered {path} without JSON and is probably not vLLM: {text[:100]!r}"
+            ) from error
 
     async def _answer(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         limit = self.patience.request_timeout
@@ -191,39 +216,11 @@ class Connection:
                 f"{error}): check that the address is that of vllm serve, in a supported version."
             ) from error
 
-    def _read(self, path: str, response: httpx.Response) -> dict[str, Any]:
-        """Return the JSON object of an answer, or raise the error that its status means."""
-        status, text = response.status_code, response.text
-        if status == 401:
-            raise ServerError(f"vLLM at {self.url} asks for an API key: set the variable VLLM_API_KEY to its key.")
-        if status == 404 and not path.startswith("/v1"):
-            raise ServerRefusedError(
-                f"vLLM at {self.url} does not serve {path}: restart it with VLLM_SERVER_DEV_MODE=1 in its "
-                "environment. Where that is set, its release of vLLM lacks this path: use 0.31 or later."
-            )
-        if status >= 400 and "not JSON compliant" in text:
-            # JSON has no NaN, so vLLM refuses to send the log-probabilities of broken weights.
-            raise ServerUnavailableError(
-                f"vLLM at {self.url} computed NaN for {path}: its weights are broken, or the policy has diverged"
-            )
-        if status >= 500 or status in _RETRY_STATUSES:
-            raise ServerUnavailableError(f"vLLM at {self.url} failed at {path} (HTTP {status}): {text[:500]}")
-        if status >= 400:
-            raise ServerRefusedError(f"vLLM at {self.url} refused {path} (HTTP {status}): {text[:500]}")
-        if path.endswith("load_lora_adapter"):  # vLLM answers by a sentence, and not in JSON
-            return {"answer": text}
-        try:
-            return dict(response.json())
-        except MALFORMED as error:
-            raise ServerUnavailableError(
-                f"the server at {self.url} answered {path} without JSON and is probably not vLLM: {text[:100]!r}"
-            ) from error
-
     # --- tries ------------------------------------------------------------------------------------------------------
 
     def persist(self, action: Callable[[bool], T]) -> T:
         """Call `persist` with this server."""
-        return persist([self], action, self.patience, self.report)
+        return persist([self], action, self.patience)
 
     async def apersist(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do the same as `persist` in an event loop, without reports, since many requests fail at once there."""
@@ -253,9 +250,7 @@ class Connection:
         return None if status == 200 else f"HTTP {status}"
 
 
-def wait_until_up(
-    servers: Sequence[Connection], timeout: float, report: Callable[[str], None], all_needed: bool = False
-) -> None:
+def wait_until_up(servers: Sequence[Connection], timeout: float, all_needed: bool = False) -> None:
     """Wait until one of the servers is up, or all, and report the wait; else raise a `ServerUnavailableError`."""
     begin = time.monotonic()
     reported = begin - 10
@@ -275,25 +270,20 @@ def wait_until_up(
             )
         if time.monotonic() - reported >= 10:
             reported = time.monotonic()
-            report(f"waiting for vLLM at {urls} ({reason}): {waited:.0f} of {timeout:g} s")
+            servers[0].report(f"waiting for vLLM at {urls} ({reason}): {waited:.0f} of {timeout:g} s")
         pause(1.0)
 
 
 def persist(
-    servers: Sequence[Connection],
-    action: Callable[[bool], T],
-    patience: Patience,
-    report: Callable[[str], None],
-    all_needed: bool = False,
+    servers: Sequence[Connection], action: Callable[[bool], T], patience: Patience, all_needed: bool = False
 ) -> T:
     """Return the result of an action on servers; try again if it fails with a `ServerUnavailableError`.
 
     Args:
         servers: servers of which one has to be up before another try, or all if `all_needed`. All tries and the waits
-            between them are one task of each.
+            between them are one task of each. The first one reports them.
         action: function that is told whether this is the first try.
         patience: number of tries, and time limits.
-        report: function that takes a line about what is happening.
 
     Raises:
         ServerUnavailableError: no try is left.
@@ -307,12 +297,12 @@ def persist(
         while True:
             try:
                 if failed > 0:
-                    wait_until_up(servers, min(patience.server_timeout, deadline.left), report, all_needed)
+                    wait_until_up(servers, min(patience.server_timeout, deadline.left), all_needed)
                 return action(failed == 0)
             except ServerUnavailableError as error:
                 failed += 1
                 seconds = seconds_to_next_try(error, failed, patience, deadline)
-                report(f"{error}; try {failed + 1} of {patience.max_retries + 1} follows")
+                servers[0].report(f"{error}; try {failed + 1} of {patience.max_retries + 1} follows")
             pause(seconds)
 
 

@@ -52,16 +52,9 @@ def avoid_onednns_reference() -> torch.library.Library | None:
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # a kernel is replaced on purpose
         for name in ("_scaled_mm", "_scaled_mm.out"):
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-            operators.impl(name, _without_onednn(kernel.call_boxed), "CPU", with_keyset=True)
+            without_onednn = torch.backends.mkldnn.flags(enabled=False)(kernel.call_boxed)
+            operators.impl(name, without_onednn, "CPU", with_keyset=True)
     return operators
-
-
-def _without_onednn(product: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.backends.mkldnn.flags(enabled=False):
-            return product(*args, **kwargs)
-
-    return run
 
 
 def _without_tiles(choose: Callable[..., str], dtype: torch.dtype, block: int, width: int, cache: str) -> str:

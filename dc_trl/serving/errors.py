@@ -6,7 +6,7 @@ from ..secrets import printable
 class ServerError(RuntimeError):
     """The vLLM server cannot do what training needs; the message says why, with the remedy."""
 
-    def __init__(self, message: str = ""):
+    def __init__(self, message: str):
         super().__init__(printable(message).replace("\n", " "))  # it may quote a server
 
 

@@ -26,9 +26,11 @@ _LAYERS = {
 # An argument of the engine without which a mixture of experts on a GPU would not survive new weights. In vLLM 0.26 to
 # 0.33 a reload builds the experts' kernel anew, while CUDA graphs go on reading the old one's tensors (vLLM's issue
 # 41670). Triton's has none of its own; NVFP4 has no such kernel. Until vLLM keeps them: docs/supported.md.
-_RELOADABLE: dict[str, tuple[str, str | bool]] = {
-    **dict.fromkeys(("fp8", "fp8_block"), ("moe_backend", "triton")),
-    **dict.fromkeys(("nvfp4", "nvfp4a16"), ("enforce_eager", True)),
+_RELOADABLE: dict[str, dict[str, Any]] = {
+    "fp8": {"moe_backend": "triton"},
+    "fp8_block": {"moe_backend": "triton"},
+    "nvfp4": {"enforce_eager": True},
+    "nvfp4a16": {"enforce_eager": True},
 }
 
 # Values of --kv-cache-dtype whose numbers are known here. "auto" and "bfloat16" keep the model's.
@@ -146,8 +148,7 @@ def check_server(
 def reloadable(scheme: str, config: PretrainedConfig) -> dict[str, Any]:
     """Return arguments of vLLM's engine on a GPU without which a mixture of experts would not survive new weights."""
     mixture = "num_experts_per_tok" in config.get_text_config().to_dict()
-    scheme = scheme.removesuffix(FP8_CACHE)
-    return dict([_RELOADABLE[scheme]]) if mixture and scheme in _RELOADABLE else {}
+    return _RELOADABLE.get(scheme.removesuffix(FP8_CACHE), {}) if mixture else {}
 
 
 def as_options(arguments: dict[str, Any]) -> list[str]:

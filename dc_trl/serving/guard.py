@@ -1,12 +1,10 @@
 """Commands that end with this process, however it ends, and folders that the next one removes if it is killed."""
 
-import os
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +24,11 @@ def start_watchdog(*arguments: str, **options: Any) -> "subprocess.Popen[bytes]"
     )
 
 
-def end_watchdog(watchdog: "subprocess.Popen[bytes]") -> None:
-    """Make a watchdog do its work now, and wait until it is done."""
-    # Closing the pipe is not enough, since a forked process of this one may hold it open.
-    watchdog.communicate(b"end")
-
-
-@contextmanager
-def temporary_folder(kind: str, parent: str | os.PathLike[str] | None = None) -> Iterator[Path]:
-    """Yield a locked folder that only this user can read, by default in the directory for temporary files.
+def temporary_folder(kind: str) -> AbstractContextManager[Path]:
+    """Yield a locked folder that only this user can read, in the directory for temporary files.
 
     Args:
         kind: purpose of the folder, as a part of its name.
-        parent: directory in which the folder is created.
     """
     name = f"dc_trl-{kind}-"
-    with locked_folder(Path(parent or tempfile.gettempdir(), name + uuid.uuid4().hex), f"{name}*", 0o700) as folder:
-        yield folder
+    return locked_folder(Path(tempfile.gettempdir(), name + uuid.uuid4().hex), f"{name}*", 0o700)

@@ -25,7 +25,7 @@ from ..settings.pretrained import load_config
 from .connection import LOOPBACK, Connection
 from .errors import ServerError
 from .fit import CPU_EXTENSION, ROUTES_OPTION, as_options, reloadable
-from .guard import end_watchdog, start_watchdog, temporary_folder
+from .guard import start_watchdog, temporary_folder
 
 
 _GRACE = 20.0  # seconds in which a server may end by itself
@@ -229,7 +229,8 @@ class VLLMServer:
         """End the server and all its processes, by force if they take longer than 20 seconds."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
-            end_watchdog(watchdog)
+            # Closing the pipe is not enough, since a forked process of this one may hold it open.
+            watchdog.communicate(b"end")
 
     def last_error(self) -> str:
         """Return the line of the server's log that explains best why it ended."""

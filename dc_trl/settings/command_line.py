@@ -143,9 +143,9 @@ def leave_on_sigterm() -> None:
 
 
 @contextmanager
-def saying_if_slow(line: str, seconds: float = 10.0) -> Iterator[None]:
-    """Print a line if the block has not ended after some seconds."""
-    timer = Timer(seconds, say, [line])
+def saying_if_slow(line: str) -> Iterator[None]:
+    """Print a line if the block has not ended after ten seconds."""
+    timer = Timer(10.0, say, [line])
     timer.daemon = True
     timer.start()
     try:

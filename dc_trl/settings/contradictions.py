@@ -41,14 +41,6 @@ def _any(settings: Any) -> bool:
     return True
 
 
-def _has_no_server(settings: Any) -> bool:
-    return not settings.use_vllm or settings.vllm_mode == "colocate"
-
-
-def _is_file(settings: Any) -> bool:
-    return settings.dataset_name is not None and is_data_file(settings.dataset_name)
-
-
 def steps_within_batch(settings: Any) -> bool:
     """Return whether the weights change within a generation batch, so that TRL scores it as it is sampled."""
     return settings.gradient_accumulation_steps % (settings.steps_per_generation * settings.num_iterations) != 0
@@ -71,12 +63,16 @@ NO_EFFECT = (
     Rule("vllm_importance_sampling_correction weight_sync", {"use_vllm": [False]}, "set use_vllm=True"),
     Rule("weight_sync_steps lora_deployment", _UNSAMPLED, _SCHEME),
     Rule("use_transformers_continuous_batching", {"deployment_scheme": lambda c: c.deployment_scheme}, "unset that"),
-    Rule("vllm_server_base_urls rollout_overlap", {"use_vllm": _any, "vllm_mode": _has_no_server}, _SERVER),
+    Rule(
+        "vllm_server_base_urls rollout_overlap",
+        {"use_vllm": _any, "vllm_mode": lambda c: not c.use_vllm or c.vllm_mode == "colocate"},
+        _SERVER,
+    ),
     Rule("score_centering_top_k", {"score_centering": [False]}, "set score_centering=True"),
     Rule("serve_devices serve_options", {"serve": [None]}, "set serve='auto'"),
     Rule("length_decay_period", {"length_decay": [False]}, "set length_decay=True"),
     Rule("eval_greedy", {"eval_size": [0]}, "set eval_size"),
-    Rule("dataset_split", {"dataset_name": _is_file}, "give a Hub id"),
+    Rule("dataset_split", {"dataset_name": lambda c: is_data_file(c.dataset_name or "")}, "give a Hub id"),
 )
 
 

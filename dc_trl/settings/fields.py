@@ -122,7 +122,7 @@ def setting(default: Any, meaning: str) -> Any:
     """Declare a field of a dataclass with its default, of which each instance has a copy, and its help."""
     metadata = {"help": meaning.replace("docs/", f"{DOCS}/")}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

@@ -17,10 +17,10 @@ READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "cs
 
 def serve_line(folder: Path) -> str:
     """Return the shell command that serves a checkpoint; an adapter beside its base is the model `policy`."""
-    adapter, options = folder / ADAPTER_FOLDER, list[str]()
-    if (adapter / "adapter_config.json").is_file():
-        rank = json.loads((adapter / "adapter_config.json").read_text())["r"]
-        options = [*lora_options(rank), "--lora-modules", f"policy={adapter}"]
+    config, options = folder / ADAPTER_FOLDER / "adapter_config.json", list[str]()
+    if config.is_file():
+        rank = json.loads(config.read_text())["r"]
+        options = [*lora_options(rank), "--lora-modules", f"policy={config.parent}"]
     return shlex.join(["vllm", "serve", str(folder), *options])
 
 
