@@ -124,15 +124,7 @@ def look(
             flips.append(tokens[int(q.argmax())] != int(row.argmax()))
     found = measure_engine(EngineSample(connection.url, "", rollouts, ()), train, len(prompts), settings)
     disturb(policy, settings.seed)  # differently in each pass
-    floors = []
-    for _ in range(passes):
-        again = [
-            _of_sampled(completion_log_probs(policy, prompts[each.prompt], each.ids, settings.bf16), each.ids)
-            for each in rollouts
-        ]
-        tokens_again = ScoredTokens(rollouts, again, train, len(prompts), settings.measure)
-        total, count = tokens_again.batch_discrepancy(settings.reduction)
-        floors.append(float(total.sum() / count.sum()))
+    floors = [_discrepancy_to_itself(policy, prompts, rollouts, train, settings) for _ in range(passes)]
     numbers: dict[str, float] = {}
     for key, estimate in found.estimates.items():
         numbers |= {key: estimate.value, f"{key}_low": estimate.low, f"{key}_high": estimate.high}
@@ -146,7 +138,7 @@ def look(
 
 
 @torch.no_grad()
-def completion_log_probs(model: Policy, prompt: list[int], completion: list[int], bf16: bool) -> Tensor:
+def completion_log_probs(model: Policy, prompt: list[int], completion: list[int], bf16: bool = False) -> Tensor:
     """Return log-probabilities of the vocabulary at each token of a completion: (tokens, vocabulary), float32, nats.
 
     The forward reads prompt and completion as one row, under bfloat16 autocast with `bf16`. The result is on the CPU.
@@ -155,6 +147,23 @@ def completion_log_probs(model: Policy, prompt: list[int], completion: list[int]
     with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):
         logits = model(input_ids=row, use_cache=False, logits_to_keep=len(completion) + 1).logits
     return logits[0, :-1].float().log_softmax(-1).cpu()
+
+
+def _discrepancy_to_itself(
+    policy: Policy,
+    prompts: Sequence[list[int]],
+    rollouts: Sequence[Rollout],
+    train: Sequence[Tensor],
+    settings: CalibrationSettings,
+) -> float:
+    """Return δ̄ between a policy whose layers add up in another order and `train`, what it scored before."""
+    again = [
+        _of_sampled(completion_log_probs(policy, prompts[each.prompt], each.ids, settings.bf16), each.ids)
+        for each in rollouts
+    ]
+    scored = ScoredTokens(rollouts, again, train, len(prompts), settings.measure)
+    total, count = scored.batch_discrepancy(settings.reduction)
+    return float(total.sum() / count.sum())
 
 
 def _of_sampled(log_p: Tensor, ids: list[int]) -> Tensor:

@@ -27,6 +27,9 @@ from .own_arguments import TRAIN_DTYPES, add_prompts, prompt_source
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from ..calibration.live_server import Checkpoint
+    from ..sampling.seeded import Disclosed
+
 WATCH_FILE = "watch.jsonl"
 _RANGES = {
     "every": ABOVE_0,
@@ -90,8 +93,9 @@ def main(args: Namespace) -> int:
     while True:
         newest = newest_checkpoint(args.directory)
         # Of a checkpoint that is being rewritten in place, two polls see different files.
-        if newest is None or newest != before or (newest == seen and time.monotonic() < due):
-            before = newest
+        ready = newest is not None and newest == before and (newest != seen or time.monotonic() >= due)
+        before = newest
+        if not ready or newest is None:
             time.sleep(_POLL)
             continue
         seen, due = newest, time.monotonic() + 60 * args.every
@@ -116,12 +120,7 @@ def main(args: Namespace) -> int:
             policy = None  # two do not fit beside each other, nor does one stay on the device between the looks
         looks += 1
         age = time.time() - newest.written
-        say(
-            f"{time.strftime('%H:%M:%S')} {newest.path.name}, {age:.0f} s old: "
-            f"δ̄ {numbers['discrepancy']:.3g} [{numbers['discrepancy_low']:.3g}, {numbers['discrepancy_high']:.3g}], "
-            f"k3 {numbers['k3_kl']:.2g}, drift {numbers['drift_tv']:.2g}, top-1 flips {numbers['top1_flips']:.1%}, "
-            f"floor {numbers['floor']:.2g}; server: weights {server.weight_version}, KV cache {server.kv_cache_dtype}"
-        )
+        say(_line(newest, age, server, numbers))
         record = {"time": time.time(), "checkpoint": str(newest.path), "step": newest.step, "age": age}
         append_json(args.output / WATCH_FILE, record | server._asdict() | numbers)
         if tracker is not None:
@@ -134,6 +133,15 @@ def main(args: Namespace) -> int:
             if tracker is not None:
                 tracker.end_training()
             return int(failed)
+
+
+def _line(checkpoint: "Checkpoint", age: float, server: "Disclosed", numbers: dict[str, float]) -> str:
+    return (
+        f"{time.strftime('%H:%M:%S')} {checkpoint.path.name}, {age:.0f} s old: "
+        f"δ̄ {numbers['discrepancy']:.3g} [{numbers['discrepancy_low']:.3g}, {numbers['discrepancy_high']:.3g}], "
+        f"k3 {numbers['k3_kl']:.2g}, drift {numbers['drift_tv']:.2g}, top-1 flips {numbers['top1_flips']:.1%}, "
+        f"floor {numbers['floor']:.2g}; server: weights {server.weight_version}, KV cache {server.kv_cache_dtype}"
+    )
 
 
 def _tracker(args: Any) -> "Accelerator | None":
