@@ -42,8 +42,7 @@ from dc_trl import DCGRPOConfig, DCGRPOTrainer
 from dc_trl.constraint.corrections import CORRECTIONS
 from dc_trl.constraint.forms import COEFFICIENTS
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.grading import Gold, Grader, extract_answer
-from dc_trl.grading.answers import try_to_grade
+from dc_trl.grading import Gold, Grader, grade
 from dc_trl.quantization.schemes import RESEARCH_BITS, SCHEMES
 from dc_trl.records.clock import PartsClock
 from dc_trl.records.tables import print_table
@@ -293,7 +292,7 @@ def grading(args: argparse.Namespace) -> None:
             golds = [Gold(answer()) for _ in range(args.completions)]
             texts = [f"So \\boxed{{{gold.answer if rng.random() < 0.5 else answer()}}}." for gold in golds]
             start = time.perf_counter()
-            expected = [try_to_grade(extract_answer(text), gold) for text, gold in zip(texts, golds, strict=True)]
+            expected = [grade(text, gold) for text, gold in zip(texts, golds, strict=True)]
             between = time.perf_counter()
             verdicts = grader.grade(texts, golds)
             end = time.perf_counter()

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dc_trl.data.sources import MINERVA_RELATIVE_TOLERANCE
-from dc_trl.grading import Gold, Grader, Verdict, extract_answer, is_gradable
-from dc_trl.grading.answers import try_to_grade
+from dc_trl.grading import Gold, Grader, extract_answer, grade, is_gradable
 from dc_trl.grading.rewards import math_reward
 
 from .helpers import ROOT, read_rows, refuses
@@ -22,12 +21,6 @@ DATA = ROOT.parent / "shared" / "data"
 
 def boxed(answer):
     return f"So the answer is $\\boxed{{{answer}}}$."
-
-
-def grade(text, gold):
-    """The verdict on the last boxed answer of a text, in this process."""
-    verdict = try_to_grade(extract_answer(text), gold)
-    return verdict if isinstance(verdict, Verdict) else Verdict(False, None)
 
 
 def documented_cases():

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from datasets import Dataset
@@ -103,12 +104,13 @@ def arithmetic_problems(size: int, seed: int, split: Split) -> list[Problem]:
     return problems
 
 
-def arithmetic_dataset(size: int, seed: int, split: Split, to_prompt: Callable[[str], Any] = chat_prompt) -> Dataset:
+def arithmetic_dataset(size: int, seed: int, split: Split, to_prompt: Callable[[str], Any] | None = None) -> Dataset:
     """`arithmetic_problems` as a data set: columns `prompt` and `answer` (a plain integer).
 
     Args:
         size, seed, split: see `arithmetic_problems`.
         to_prompt: what the model is given for a question; by default a conversation of one user message.
     """
+    to_prompt = to_prompt or partial(chat_prompt, instruction=None)
     problems = arithmetic_problems(size, seed, split)
     return Dataset.from_list([{"prompt": to_prompt(each.question), "answer": each.answer} for each in problems])

@@ -258,7 +258,7 @@ def make_prompt(problem: str, tokenizer: PreTrainedTokenizerBase, instruction: s
     return f"Problem: {problem}\n\n{instruction}\n\nSolution:" if instruction else problem
 
 
-def chat_prompt(problem: str, instruction: str | None = None) -> list[dict[str, str]]:
+def chat_prompt(problem: str, instruction: str | None = BOXED_INSTRUCTION) -> list[dict[str, str]]:
     """Return one user message, for a model with a chat template; the bare problem without an instruction."""
     return [{"role": "user", "content": f"{problem}\n\n{instruction}" if instruction else problem}]
 

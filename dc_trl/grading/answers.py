@@ -1,5 +1,6 @@
 r"""The verdict: lists, tuples and intervals part by part, numbers as numbers, the rest as expressions."""
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,6 +11,9 @@ from typing import NamedTuple
 from .expressions import equal, is_set, parse_expression, same_relation, within
 from .literals import Literal, parse_literal, parse_unit
 from .text import clean, extract_answer, gold_answer, is_balanced, is_reasonable, split, squash
+
+
+logger = logging.getLogger("dc_trl.grading")
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"multiple_answers": (bool,), "unit": (str, type(None))}
@@ -98,11 +102,22 @@ def is_gradable(gold: Gold | str) -> bool:
     return _parse_gold(gold if isinstance(gold, Gold) else Gold(gold)) is not None
 
 
-def try_to_grade(answer: str | None, gold: Gold) -> Verdict | str:
-    """Verdict on what a box holds (None: there is no box), or the exception that the comparison raised, as text.
+def grade(text: str, gold: Gold) -> Verdict:
+    """Verdict on the last boxed answer of a text, in this process and without limits of time and memory.
 
-    Here, in this process, are no limits of time and memory: [`Grader`] is the safe way to grade what a model wrote.
+    [`Grader`] is the safe way to grade what a model wrote. Here too, no text raises: an answer whose comparison SymPy
+    ends with an exception is wrong, as a warning says.
     """
+    answer = extract_answer(text)
+    verdict = try_to_grade(answer, gold)
+    if isinstance(verdict, Verdict):
+        return verdict
+    logger.warning("Grading %.80r against %.80r raised %s. The answer counts as wrong.", answer, gold.answer, verdict)
+    return Verdict(False, squash(answer or ""))
+
+
+def try_to_grade(answer: str | None, gold: Gold) -> Verdict | str:
+    """Verdict on what a box holds (None: there is no box), or the exception that the comparison raised, as text."""
     if (own := _parse_gold(gold)) is None:
         return Verdict(None, answer)
     if answer is None:
