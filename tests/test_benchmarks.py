@@ -5,7 +5,14 @@ import re
 import datasets
 import pytest
 
-from dc_trl.data.sources import FEATURES, MINERVA_RELATIVE_TOLERANCE, holds_several, load_benchmark, load_dapo
+from dc_trl.data.sources import (
+    FEATURES,
+    MINERVA_RELATIVE_TOLERANCE,
+    holds_several,
+    load_benchmark,
+    load_dapo,
+    parse_benchmark,
+)
 from dc_trl.grading import is_gradable
 
 from .helpers import ROOT, read_rows, refuses, write_rows
@@ -51,6 +58,11 @@ def test_rows_of_every_benchmark(write, name, row, expected):
 def test_what_cannot_be_loaded_is_said(write, tmp_path):
     with refuses(ValueError, "benchmark='aime'", "'aime24'"):
         load_benchmark("aime")
+    own = write({"problem": "1+1=?", "answer": "2"})
+    with refuses(ValueError, f"benchmarks='arithmetic={own}'", "leave"):
+        load_benchmark("arithmetic", own)
+    with refuses(ValueError, f"benchmarks='arithmetic={own}'", "leave"):
+        parse_benchmark(f"arithmetic={own}")
     with refuses(ValueError, "benchmark 'amc23'", "file='", "none.jsonl'"):
         load_benchmark("amc23", str(tmp_path / "none.jsonl"))
     with refuses(ValueError, "benchmark 'amc23'", "'question', 'problem'", "has q"):

@@ -482,12 +482,16 @@ def test_experts_in_an_unknown_layout_are_refused_where_they_would_stay_unquanti
         Replica(make_experts(48), "int4")
 
 
-LINEAR = {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], "num_local_experts": 4}
+LINEAR_ATTENTION = {
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "linear_attention"],
+    "num_local_experts": 4,
+}
 MIXED = {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_intermediate_size": 64}
 
 
 @pytest.mark.parametrize("aligned", [False, True])
-@pytest.mark.parametrize(("config", "options"), [(MiniMaxConfig, LINEAR), (Ernie4_5_MoeConfig, MIXED)])
+@pytest.mark.parametrize(("config", "options"), [(MiniMaxConfig, LINEAR_ATTENTION), (Ernie4_5_MoeConfig, MIXED)])
 def test_dtypes_are_those_in_which_transformers_loads_a_model(tmp_path, config, options, aligned):
     """Buffers that follow the model's dtype, and parameters that stay in float32, also where the master's are float32.
 

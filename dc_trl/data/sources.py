@@ -192,7 +192,7 @@ def load_benchmark(name: str, file: str | None = None) -> Dataset:
     Raises:
         ValueError: no such benchmark or file, a field is missing, or a problem has no gold answer.
     """
-    require_choice("benchmark", name, BENCHMARKS)
+    _require_benchmark(name, file)
     if not BENCHMARKS[name].hub_id:
         problems = [MathProblem(each.question, each.answer) for each in arithmetic_problems(1024, 0, "held_out")]
     else:
@@ -210,10 +210,16 @@ def load_benchmark(name: str, file: str | None = None) -> Dataset:
 def parse_benchmark(word: str) -> tuple[str, str | None]:
     """Return the name of a benchmark and its local file, None for the Hub, from `NAME` or `NAME=FILE`."""
     name, _, file = word.partition("=")
-    require_choice("benchmark", name, BENCHMARKS)
+    _require_benchmark(name, file)
     if file:
         require_data_file(file, "benchmarks")
     return name, file or None
+
+
+def _require_benchmark(name: str, file: str | None) -> None:
+    require_choice("benchmark", name, BENCHMARKS)
+    if file and not BENCHMARKS[name].hub_id:
+        raise ValueError(f"benchmarks='{name}={file}': its problems are made on the spot; leave '={file}' out.")
 
 
 # --- training problems
