@@ -2,7 +2,9 @@
 
     python scripts/study/sums.py --output_dir runs/sequences
 
-writes `sums.jsonl` beside the problems and models of `sequences.py`, whose reward it shares.
+writes `sums.jsonl` beside the problems and models of `sequences.py`, whose reward it shares. SmolLM2-135M begins at
+0.26 sampled and 0.29 greedy. Two trial runs in step in BF16: at 2e-5 (seed 99) it had 0.38 and 0.43 after 40 steps,
+and had learned both kinds; at 5e-5 (seed 98) it had 0.10 and 0.11 after 20.
 """
 
 import json
