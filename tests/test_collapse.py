@@ -222,6 +222,23 @@ def test_a_multiplier_at_its_bound(tmp_path):
     assert [(alarm.signal, alarm.step) for alarm in callback.alarms] == [("lambda", 7)]  # 6 logs at 1
 
 
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"lambda_lr": 0.0, "lambda_max": 1.0},
+        {"lambda_lr": 1e6, "lambda_min": 1.0, "lambda_max": 1.0},
+        {"lambda_max": 1.0, "constraint": "static"},
+    ],
+)
+def test_a_multiplier_that_cannot_move_is_at_no_bound(tmp_path, fixed):
+    options = {"reward": failing_after(99), "discrepancy_tolerance": 0.0, "lambda_init": 1.0, "max_steps": 8}
+    trainer = make_trainer(tmp_path, **options | fixed)
+    callback = add_alarm(trainer)
+    trainer.train()
+    assert logged(trainer, "lagrangian/lambda") == [1.0] * 8
+    assert callback.alarms == []
+
+
 def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
     options = {"save_steps": 3, "max_steps": 20, "save_total_limit": 1, "export_run": True}
     trainer = make_trainer(tmp_path, **options)
