@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .constraint.discrepancy import token_discrepancy as token_discrepancy
     from .constraint.lagrangian import LagrangeMultiplier as LagrangeMultiplier
     from .constraint.metrics import mismatch_metrics as mismatch_metrics
-    from .evaluation.benchmarking import evaluate as evaluate
+    from .evaluation import evaluate as evaluate
     from .grading.rewards import math_reward as math_reward
     from .run.deployment import DeploymentCheckpointCallback as DeploymentCheckpointCallback
     from .run.history import HistoryCallback as HistoryCallback
@@ -40,7 +40,7 @@ _MODULES = {
     "SurgeDetector": "callbacks.length_decay",
     "__version__": "version",
     "calibrate": "calibration",
-    "evaluate": "evaluation.benchmarking",
+    "evaluate": "evaluation",
     "math_reward": "grading.rewards",
     "mismatch_metrics": "constraint.metrics",
     "token_discrepancy": "constraint.discrepancy",

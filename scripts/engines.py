@@ -37,7 +37,7 @@ from transformers import (
 
 from dc_trl import mismatch_metrics
 from dc_trl.data.arithmetic import arithmetic_dataset
-from dc_trl.evaluation.benchmarking import Benchmark, evaluate, tokenize_prompts
+from dc_trl.evaluation import Benchmark, evaluate, tokenize_prompts
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.tensors import policy_tensors

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dc_trl.command import call
-from dc_trl.evaluation.benchmarking import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.opened import EvaluatedModel, fingerprint
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare, comparison_table, evaluation_table
 from dc_trl.evaluation.samples import Sample

@@ -78,7 +78,7 @@ def make_parser() -> OptionParser:
 def main(args: argparse.Namespace) -> None:
     # They take seconds, which --help does not need.
     from ..data.sources import parse_benchmark
-    from ..evaluation.benchmarking import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
+    from ..evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
     from ..evaluation.opened import EvaluatedModel, choose_engines, start_engine
     from ..evaluation.results import Evaluation, print_comparison, print_evaluations
     from ..settings.pretrained import load_config_and_tokenizer
