@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from scipy.optimize import isotonic_regression
-from sweeps import Variant, as_number, show
+from sweeps import Variant, as_number, by_value
 from tables import SweepLines, control_of, controls_of
 
 from dc_trl.records.figures import INK, MUTED, PANEL_WIDTH, label_end, new_figure, save_figure
@@ -62,13 +62,18 @@ def series_style(index: int) -> Style:
 def draw_sweep(found: SweepLines, steps: int, path: Path) -> None:
     """Draw how the variants of a sweep learn, or where they end, if they are many or two numbers tell them apart.
 
+    If a third field does too, there is a panel for each of its values.
+
     Args:
         found: a sweep with its lines.
         steps: of each run, for the axis.
         path: of the PNG.
     """
-    if len(found.sweep.axes) == 2:
-        _draw_grid(found, *found.sweep.axes, path)
+    numbers, others = found.sweep.axes
+    if len(numbers) == 2 and not others:
+        _draw_grid(found, *numbers, path)
+    elif len(numbers) == 2 and len(others) == 1:
+        _draw_panels(found, *numbers, *others, path)
     elif len(found.sweep.variants) > MOST_LINES:
         _draw_ends(found, path)
     else:
@@ -164,32 +169,16 @@ def _draw_rewards(axes: Axes, curves: Sequence[Sequence[float | None]], steps: i
 def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> None:
     """Greedy accuracy over one field, a series for each value of the other; and, in the same series, points above GRPO
     in step over the mismatch at the end: means and standard errors over seeds."""
-    values = list({show(variant.fields[of_series]): None for variant in found.sweep.variants})
     figure, (left, right) = _two_panels()
+    labels = _draw_series(left, found, found.sweep.variants, of_series, of_axis)
     mismatches: list[float] = []
-    labels: dict[str, tuple[float, str]] = {}
-    for index, value in enumerate(values):
-        of_value = [variant for variant in found.sweep.variants if show(variant.fields[of_series]) == value]
-        ended = {variant: list(reached.values()) for variant in of_value if (reached := found.accuracy(variant))}
-        if not ended:
-            continue
-        places = [_place(variant, of_axis) for variant in ended]
-        means = [mean_over_seeds(reached) for reached in ended.values()]
-        labels[f"{of_series} {value}"] = _draw_means(left, places, means, index)
-        for variant in ended:
+    for index, of_value in enumerate(by_value(found.sweep.variants, of_series).values()):
+        for variant in of_value:
             test = found.against_control(variant)
             ends = [end for line in found.lines[variant].values() if (end := line.end("k3")) is not None]
             if test is not None and ends:
                 mismatches.append(max(fmean(ends), LEAST))
                 _draw_means(right, mismatches[-1:], [Mean(test.value, test.standard_error)], index)
-    places = sorted({_place(variant, of_axis) for variant in found.sweep.variants})
-    if places[-1] > 5 * places[0] > 0:
-        left.set_xscale("log")
-    left.set_xticks(places, [f"{place:g}" for place in places])
-    left.set_xticks([], minor=True)
-    left.set_xlabel(of_axis)
-    left.set_ylabel(ACCURACY)
-    left.set_ylim(bottom=0)
     right.set_xlabel(MISMATCH)
     right.set_ylabel(GAIN)
     right.axhline(0, color=MUTED, linewidth=0.8, zorder=0)
@@ -199,6 +188,49 @@ def _draw_grid(found: SweepLines, of_series: str, of_axis: str, path: Path) -> N
         low, high = (math.floor(math.log10(end)) for end in (min(mismatches), max(mismatches)))
         right.set_xlim(10.0**low, 10.0 ** (high + 1))
     _finish(figure, found, left, labels, path)
+
+
+def _draw_panels(found: SweepLines, of_series: str, of_axis: str, of_panel: str, path: Path) -> None:
+    """Greedy accuracy over one field, a series for each value of a second, a panel for each of a third."""
+    panels = by_value(found.sweep.variants, of_panel)
+    figure, all_axes = new_figure(1, len(panels), width=2 * PANEL_WIDTH, height=HEIGHT)
+    labels: dict[str, tuple[float, str]] = {}
+    for axes, (value, variants) in zip(all_axes, panels.items(), strict=True):
+        labels = _draw_series(axes, found, variants, of_series, of_axis)
+        axes.set_title(value)
+        if before := [line.evaluations[PRIMARY][0] for each in variants for line in found.lines[each].values()]:
+            axes.axhline(100 * fmean(before), color=MUTED, linewidth=0.8, zorder=0)
+    highest = max(axes.get_ylim()[1] for axes in all_axes)
+    for axes in all_axes:
+        axes.set_ylim(0, highest)
+        axes.label_outer()
+    _finish(figure, found, all_axes[-1], labels, path)
+
+
+def _draw_series(
+    axes: Axes, found: SweepLines, variants: Sequence[Variant], of_series: str, of_axis: str
+) -> dict[str, tuple[float, str]]:
+    """Greedy accuracy of variants over one field, a series for each value of another: means and standard errors.
+
+    Returns:
+        The last mean of each series, in percent, and its colour, by its label.
+    """
+    labels: dict[str, tuple[float, str]] = {}
+    for index, (value, of_value) in enumerate(by_value(variants, of_series).items()):
+        ended = {variant: list(reached.values()) for variant in of_value if (reached := found.accuracy(variant))}
+        if ended:
+            places = [_place(variant, of_axis) for variant in ended]
+            means = [mean_over_seeds(reached) for reached in ended.values()]
+            labels[f"{of_series} {value}"] = _draw_means(axes, places, means, index)
+    places = sorted({_place(variant, of_axis) for variant in variants})
+    if places[-1] > 5 * places[0] > 0:
+        axes.set_xscale("log")
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(of_axis)
+    axes.set_ylabel(ACCURACY)
+    axes.set_ylim(bottom=0)
+    return labels
 
 
 def _place(variant: Variant, field: str) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from figures import draw_mismatch, draw_sweep
 from lines import read_lines
 from sweeps import SWEEPS, load_study
-from tables import HEAD, NONE, Table, comparison_table, lines_of_sweeps, pairs_table
+from tables import HEAD, NONE, Table, comparison_table, lines_of_sweeps, pairs_table, panels_table
 
 from dc_trl.files import write_text
 from dc_trl.records.tables import markdown_table, print_table
@@ -48,6 +48,9 @@ def show_lines(
     for index, found in enumerate(lines_of_sweeps(study, lines)):
         name = found.sweep.name
         parts.append(_show(name, found.table(), ON_TERMINAL))
+        if tuple(map(len, found.sweep.axes)) == (2, 1):
+            table = panels_table(found)
+            parts.append(_show(f"{name}, by field", table, range(len(table[0]))))
         draw_sweep(found, int(study.base["max_steps"]), output / f"{name}.png")
         if others:
             table = comparison_table(found, others[index])

@@ -66,11 +66,11 @@ class Sweep:
         return all(self.settings(variant).get("use_cpu") for variant in self.variants)
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The fields that tell the variants apart, if all of them are numbers in every variant; otherwise none."""
-        names = tuple({name: None for variant in self.variants for name in variant.fields})
-        values = [as_number(variant.fields.get(name)) for variant in self.variants for name in names]
-        return names if None not in values else ()
+    def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The fields that tell the variants apart: those that are numbers in every variant, and the others."""
+        names = {name: None for variant in self.variants for name in variant.fields}
+        missing = [n for n in names if any(as_number(variant.fields.get(n)) is None for variant in self.variants)]
+        return tuple(name for name in names if name not in missing), tuple(missing)
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,14 @@ def load_sweep(path: Path, base: Mapping[str, Any], seeds: Sequence[int] | None 
         pairs=tuple((named[first], named[second]) for first, second in pairs),
         message=sweep.get("message", ""),
     )
+
+
+def by_value(variants: Sequence[Variant], field: str) -> dict[str, list[Variant]]:
+    """Sort variants by the value of a field, as it stands in names."""
+    found: dict[str, list[Variant]] = {}
+    for variant in variants:
+        found.setdefault(show(variant.fields[field]), []).append(variant)
+    return found
 
 
 def cell_name(cell: Cell) -> str:

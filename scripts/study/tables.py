@@ -18,7 +18,7 @@ from comparisons import (
     unpaired_t_test,
 )
 from lines import PRIMARY, Line
-from sweeps import Cell, Study, Sweep, Variant, cell_name
+from sweeps import Cell, Study, Sweep, Variant, by_value, cell_name
 
 from dc_trl.records.tables import with_error
 
@@ -206,6 +206,30 @@ def pairs_table(found: Sequence[SweepLines]) -> Table:
         p_values = [_plain_p_value(test.p_value), _plain_p_value(flipped), _p_value(corrected)]
         rows.append([*names, str(len(differences)), _points(test), shown, *p_values])
     return PAIRS_HEAD, rows
+
+
+def panels_table(found: SweepLines) -> Table:
+    """Return the accuracies of a sweep over two numbers and a third field, with a row for each pair of two of them.
+
+    The columns are over the second number: the accuracies, the differences to the first of them, seed by seed, and
+    the lag's k3 at the end of the runs.
+    """
+    (of_series, of_axis), (of_panel,) = found.sweep.axes
+    values = list(by_value(found.sweep.variants, of_axis))
+    head = [of_panel, of_series, *(f"{of_axis} {value}, %" for value in values)]
+    head += [f"{value} less {values[0]}, points" for value in values[1:]]
+    head += [f"{value}: lag's k3, nats" for value in values[1:]]
+    rows = []
+    for panel, variants in by_value(found.sweep.variants, of_panel).items():
+        for series, of_row in by_value(variants, of_series).items():
+            reached = [found.accuracy(variant) for variant in of_row]
+            tests = [_paired(later, reached[0]) for later in reached[1:]]
+            lags = [
+                _cell(list(found.lines[each].values()), lambda line: line.end("lag_k3"), 1, 3) for each in of_row[1:]
+            ]
+            accuracies = [_mean(list(each.values()), 100, 1) for each in reached]
+            rows.append([panel, series, *accuracies, *map(_points, tests), *lags])
+    return head, rows
 
 
 def lines_of_sweeps(study: Study, lines: Sequence[Line]) -> list[SweepLines]:

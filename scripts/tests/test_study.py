@@ -35,7 +35,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lines import line_of, merged, read_lines, write_lines
 from sweeps import SWEEPS, cell_name, load_study
-from tables import comparison_table, controls_of, lines_of_sweeps, pairs_table, setting_of
+from tables import comparison_table, controls_of, lines_of_sweeps, pairs_table, panels_table, setting_of
 
 from dc_trl import DCGRPOTrainer
 from dc_trl.command.arguments import RunArguments
@@ -276,6 +276,31 @@ def test_two_studies_of_a_sweep_are_compared_by_welch(study_folder):
     (nothing,) = lines_of_sweeps(study, [])
     _, rows = comparison_table(found, nothing)
     assert rows[0] == ["GRPO", "2", "40.0 ± 10.0", "0", "–", "–", "–"]
+
+
+def test_a_sweep_over_two_numbers_and_a_field(study_folder, tmp_path):
+    """At age k a run ends at 0.6 less 0.01·k, twice that at the higher rate; seed 1 ends 0.1 higher than seed 0."""
+    grid = {"learning_rate": [1e-4, 3e-4], "weight_sync_steps": [1, 8], "deployment_scheme": ["int4", "bf16"]}
+    (study_folder / "map.yaml").write_text(json.dumps({"seeds": [0, 1], "grid": grid}))
+    study = load_study(study_folder, ["map"])
+    (sweep,) = study.sweeps
+    assert sweep.axes == (("learning_rate", "weight_sync_steps"), ("deployment_scheme",))
+
+    def accuracy(name, seed):
+        return 0.6 + 0.1 * seed - 0.01 * (8 if "steps=8" in name else 1) * (2 if "0.0003" in name else 1)
+
+    lines, alone = lines_of(study, accuracy), "deployment_scheme=bf16,weight_sync_steps=1"
+    (found,) = lines_of_sweeps(study, [line for line in lines if line.key != (alone, 1)])
+    head, rows = panels_table(found)
+    assert head[2:5] == ["weight_sync_steps 1, %", "weight_sync_steps 8, %", "8 less 1, points"]
+    assert [row[:5] for row in rows] == [
+        ["int4", "0.0001", "64.0 ± 5.0", "57.0 ± 5.0", "-7.0 ± 0.0"],
+        ["int4", "0.0003", "63.0 ± 5.0", "49.0 ± 5.0", "-14.0 ± 0.0"],
+        ["bf16", "0.0001", "59.0", "57.0 ± 5.0", "-7.0"],
+        ["bf16", "0.0003", "63.0 ± 5.0", "49.0 ± 5.0", "-14.0 ± 0.0"],
+    ]
+    draw_sweep(found, 24, tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 5000
 
 
 def test_pairs_of_all_sweeps_are_corrected_together(study_folder):
