@@ -153,6 +153,7 @@ MISTAKES = [
         )
     ),
     ("a message without a role", conversational, {"rows": [[{"content": "1+1="}]] * 8}, ["'1+1='", "role"]),
+    ("a revision", None, {"model_init_kwargs": {"revision": "v2"}}, ["revision='v2'", "directory"]),
     ("too few rows", None, {"rows": ["1+1="], "per_device_train_batch_size": 8}, ["has 1 rows", "takes 2", "=8"]),
     (
         "column of a reward",
@@ -284,6 +285,7 @@ REFUSED = {
         ["column 'image' has no image", "remove_columns('image')"],
     ),
     "no reward": ({"rewards": None}, ["reward_funcs is not given"]),
+    "a reward by its name": ({"rewards": "arithmetic"}, ["reward_funcs='arithmetic'", "rewards.arithmetic_reward"]),
     "no function": ({"rewards": 5}, ["reward_funcs", "5", "int", "function"]),
     "one of two functions": ({"rewards": [distinct_characters, None]}, ["reward_funcs", "None", "function"]),
     "functions in a tuple": ({"rewards": (distinct_characters,)}, ["reward_funcs", "tuple", "list"]),

@@ -437,6 +437,8 @@ def test_a_file_in_the_place_of_a_directory(tmp_path, name):
         ({"vllm_server_base_urls": "http://a:1", "use_vllm": True}, ["vllm_server_base_urls='http://a:1'", "list"]),
         ({"reward_weights": "1"}, ["reward_weights='1'", "list"]),
         ({"run_name": 7}, ["run_name=7", "text"]),
+        ({"max_steps": True}, ["max_steps=True", "whole"]),
+        ({"logging_steps": True}, ["logging_steps=True", "number"]),
     ],
 )
 def test_a_value_of_another_type_in_python(tmp_path, settings, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -14,6 +15,7 @@ from trl import GRPOConfig
 from ..config import DCGRPOConfig
 from ..data.prompts import ends_with_answer, require_messages
 from ..grading.checked_reward import excerpt, require_callable, reward_name
+from ..grading.rewards import REWARDS
 from ..quantization.adapter import require_adapter_beside
 from ..quantization.policy import base_model
 from ..settings.distribution import require_whole_models, sharding_of
@@ -118,6 +120,9 @@ def require_startable(
         prompts += of_rows
         for function in functions:
             if isinstance(function, str):
+                if function in REWARDS and not Path(function).exists():  # TRL would look for a model on the Hub
+                    named = f"dc_trl.grading.rewards.{REWARDS[function].__name__}"
+                    raise ValueError(f"reward_funcs={function!r} is a name of the command line: pass {named}.")
                 require_model_path(function, "reward_funcs")
             elif not isinstance(function, nn.Module):
                 require_callable(

@@ -204,7 +204,12 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
 def _require_type(name: str, value: Any, hint: Any) -> None:
     """Refuse a value of another type than a field of text, truth values, numbers or lists of them declares."""
     kinds = [get_origin(part) or part for part in kinds_of(hint)]
-    if all(kind in _OF_TYPES for kind in kinds) and not any(isinstance(value, _OF_TYPES[kind][1]) for kind in kinds):
+    if any(kind not in _OF_TYPES for kind in kinds):
+        return
+    fitting = {kind for kind in kinds if isinstance(value, _OF_TYPES[kind][1])}
+    if isinstance(value, bool):  # which is a number in Python
+        fitting -= {int, float}
+    if not fitting:
         wanted = " or ".join(_OF_TYPES[kind][0] for kind in kinds)
         raise ValueError(f"{name}={value!r} has the type {type(value).__name__}: use {wanted}.")
 

@@ -1,5 +1,6 @@
 """The small files behind a model's name: what is missing is refused before the weights are loaded."""
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -10,6 +11,10 @@ from .paths import require_model_path
 def load_config(name: str, field: str = "model_name_or_path", **options: Any) -> PretrainedConfig:
     """Load the configuration of a model, with options of `from_pretrained`; refuse a path without one."""
     require_model_path(name, field)
+    if options.get("revision") not in (None, "main") and Path(name).is_dir():  # which transformers passes over
+        raise ValueError(
+            f"revision={options['revision']!r} is of a Hub model, and {field}={name!r} a directory: omit it."
+        )
     try:
         return AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError) as error:  # which may not say of what
