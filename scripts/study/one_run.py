@@ -1,4 +1,4 @@
-"""One run of the study: `dc-trl train`, and the policy that is trained is measured beside the one that is deployed."""
+"""One run of the study: `dc-trl train`, and a small policy is measured as it is trained too, beside as it is deployed."""
 
 import statistics
 import sys
@@ -82,10 +82,15 @@ def policy_completions(
     return sequences[:, padded["input_ids"].shape[1] :].tolist()
 
 
-def measured(trainer: DCGRPOTrainer) -> TrainedPolicyCallback:
-    """Return the callback of a run, whose forwards share prompts where that pays; the toy's runs keep their bits."""
+def measured(trainer: DCGRPOTrainer) -> TrainerCallback:
+    """Return the callback of a run; the toy's runs keep their bits.
+
+    The forwards of a large model share prompts. Its policy is measured as it is deployed alone: greedy completions in
+    float32 are a ninth of a run, and no question of its study is about them.
+    """
     if trainer.model.config.vocab_size > _LARGE:
         trainer.parts.insert(0, SharedPrompts(trainer))
+        return TrainerCallback()
     return TrainedPolicyCallback(trainer)
 
 
