@@ -1,4 +1,4 @@
-"""One run of the study: `dc-trl train`, and a small policy is measured as it is trained too, beside as it is deployed."""
+"""One run of the study: `dc-trl train`. A small policy is measured as it is trained, beside as it is deployed."""
 
 import statistics
 import sys
