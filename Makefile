@@ -146,9 +146,9 @@ real-model: runs/real_model
 runs/real_model: | $(READY)
 	$(BIN)/python scripts/real_model.py --output_dir $@
 
-runs/word_lists: | $(READY)
-	$(BIN)/python scripts/word_lists.py --output_dir $@
+runs/sequences: | runs/real_model
+	$(BIN)/python scripts/study/sequences.py --model runs/real_model --output_dir $@
 
-real-quickstart: runs/real_model runs/word_lists
-	$(TRAIN) --config configs/smollm2_word_lists.yaml --model_name_or_path runs/real_model \
+real-quickstart: runs/sequences
+	$(TRAIN) --config configs/smollm2_sequences.yaml \
 	  --output_dir runs/real-quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)

@@ -33,7 +33,7 @@ from .helpers import (
 from .vllm_server import requires_vllm
 
 
-OF_NO_PAPER = {"quickstart", "quickstart_vllm_fp8", "smollm2_135m", "smollm2_word_lists", "own_model"}
+OF_NO_PAPER = {"quickstart", "quickstart_vllm_fp8", "smollm2_135m", "smollm2_sequences", "own_model"}
 
 
 class Recipe(NamedTuple):

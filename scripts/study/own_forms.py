@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dc_trl.constraint.corrections import ppo_clip
+from dc_trl.constraint.corrections import ppo_clip, token_truncate
 from dc_trl.constraint.discrepancy import signed_discrepancy
 from dc_trl.constraint.forms import log_ratio
 from dc_trl.sampled_tokens import SampledTokens
@@ -53,3 +53,11 @@ def ppo_clip_by_age(tokens: SampledTokens) -> Tensor:
     bound = (0.03 * (torch.as_tensor(tokens.age, device=tokens.scored.device, dtype=torch.float32) + 1)).exp()
     bound = bound.unsqueeze(-1) if bound.dim() else bound
     return ppo_clip(tokens, 1 / bound, bound)
+
+
+def decoupled(tokens: SampledTokens) -> Tensor:
+    """Return the weights of TIS on the engine's part times those of PPO's clip on the lag's (AReaL, arXiv 2505.24298).
+
+    The discrepancy has to be split. AReaL's middle policy is one step old; here it is the one that sampled.
+    """
+    return token_truncate(tokens.of_part("engine")) * ppo_clip(tokens.of_part("lag"))

@@ -44,15 +44,17 @@ from dc_trl.data.arithmetic import arithmetic_dataset
 from dc_trl.files import read_yaml
 from dc_trl.grading.rewards import arithmetic_reward
 from dc_trl.records.tables import markdown_table
+from dc_trl.sampled_tokens import SampledTokens
 from tests.helpers import ROOT, TINY_MODEL, load_script, make_config, refuses, succeed, takes_minutes
 
 
 asynchronous = load_script("study/asynchronous")
 counting = load_script("study/counting")
+own_forms = load_script("study/own_forms")
 sequences = load_script("study/sequences")
 sums = load_script("study/sums")
 sorting = load_script("sorting")
-word_lists = load_script("word_lists")
+word_lists = load_script("study/word_lists")
 
 
 # --- what is more than noise
@@ -372,6 +374,18 @@ def test_figures_of_some_runs_and_of_none(study_folder, tmp_path):
         draw_sweep(found, 24, tmp_path / f"sweep{number}.png")
         draw_mismatch(some, tmp_path / f"mismatch{number}.png")
         assert (tmp_path / f"mismatch{number}.png").stat().st_size > 5000
+
+
+# --- a correction that the package does not have
+
+
+def test_the_decoupled_weights_by_hand():
+    """p_s / q is 4, 4, ½ and p / p_s is 1.5, 1.5, 1.1: the clip masks the token that its advantage pushes away."""
+    sampler = torch.tensor([[0.1, 0.1, 0.4]])
+    lagged, train = sampler * torch.tensor([4, 4, 0.5]), sampler * torch.tensor([6, 6, 0.55])
+    advantages, mask = torch.tensor([[1.0, -1.0, 1.0]]), torch.ones(1, 3)
+    tokens = SampledTokens.of(train.log(), sampler.log(), mask, advantages, lagged.log())
+    assert torch.allclose(own_forms.decoupled(tokens), torch.tensor([[0.0, 2 * 1.5, 0.5 * 1.1]]))
 
 
 # --- where each form pushes
@@ -707,11 +721,8 @@ def test_the_page_of_the_real_model_is_what_its_raw_lines_say():
     in_int8 = {run.seed: run.last("greedy") for run in cells["{'deployment_scheme': 'int8'}"]}
     assert [seed for seed in traps if abs(in_int8[seed] - traps[seed]) < 1e-5] == [1, 2, 3, 4]
     leave = {cell: sum(run.last("greedy") > traps[run.seed] + 0.1 for run in runs) for cell, runs in cells.items()}
-    in_steps = re.findall(r"leave the trap \| (\d) of 5 \| (?:(\d) of 5|\|)", page)
-    assert in_steps[0] == (str(leave["{}"]), str(leave["{'deployment_scheme': 'bf16'}"]))
-    rows_with_a_lag = [row for row in page.splitlines() if row.count("|") == 9 and "lag |" in row]
-    with_a_lag = [int(row.rsplit("| ", 1)[1][0]) for row in rows_with_a_lag]
-    assert sorted(with_a_lag) == sorted(count for cell, count in leave.items() if "'weight_sync_steps': 8" in cell)
+    stated = [int(count) for count in re.findall(r"^\| (?!\|).* \| (\d) \|$", page, re.M)]
+    assert sorted(stated) == sorted([*leave.values(), leave["{}"]])  # GRPO in step stands in both tables
 
 
 REMEDIES = {field.name for field in fields(ConstraintSettings)} - {"deployment_scheme"} | {

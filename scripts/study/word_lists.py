@@ -1,9 +1,9 @@
-"""A task that SmolLM2-135M-Instruct learns within minutes: name the first or the last word of a list.
+"""The first task of SmolLM2-135M-Instruct, which has a trap: name the first or the last word of a list.
 
-    python scripts/word_lists.py --output_dir runs/word_lists
+    python scripts/study/word_lists.py --output_dir runs/word_lists
 
 writes problems.jsonl, and prints the trap of this task: what a policy earns on the held-out problems of each seed that
-always names the first word. `names_the_word` is the reward of configs/smollm2_word_lists.yaml.
+always names the first word. `names_the_word` is the reward of `real_model/base.yaml`.
 """
 
 import json
