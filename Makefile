@@ -30,7 +30,7 @@ help:
 	@echo "make benchmark   cost of DC-GRPO over GRPO, and of the replica over model.generate"
 	@echo "make tiny-model  make the shipped tiny model again, into runs/"
 	@echo "make real-model  make SmolLM2-135M-Instruct without the Hub, into runs/real_model (one minute)"
-	@echo "make real-quickstart  make it, and train it with FP8 rollouts on a task that it learns (ten minutes)"
+	@echo "make real-quickstart  make it, and train it with FP8 rollouts on a task that it learns (five minutes)"
 
 install: $(READY)
 

@@ -721,6 +721,9 @@ def test_the_page_of_the_real_model_is_what_its_raw_lines_say():
     in_int8 = {run.seed: run.last("greedy") for run in cells["{'deployment_scheme': 'int8'}"]}
     assert [seed for seed in traps if abs(in_int8[seed] - traps[seed]) < 1e-5] == [1, 2, 3, 4]
     leave = {cell: sum(run.last("greedy") > traps[run.seed] + 0.1 for run in runs) for cell, runs in cells.items()}
+    of_lags = SWEEPS.with_name("real_lag")
+    (found,) = lines_of_sweeps(load_study(of_lags, ["map"]), read_lines(of_lags / "lines.jsonl"))
+    assert markdown_table(*panels_table(found)) in page
     stated = [int(count) for count in re.findall(r"^\| (?!\|).* \| (\d) \|$", page, re.M)]
     assert sorted(stated) == sorted([*leave.values(), leave["{}"]])  # GRPO in step stands in both tables
 
