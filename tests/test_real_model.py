@@ -112,12 +112,12 @@ def run(folder, **fields):
 
 @pytest.mark.timeout(900)
 def test_its_command_trains_exports_and_measures_before_and_after(tmp_path):
-    small = "--max_steps 1 --eval_size 8 --per_device_train_batch_size 8"
+    small = "--max_steps 1 --eval_size 8"  # of a whole batch: the mean over few tokens is too noisy
     # Two threads that wait for each other are several times slower than one beside the tests of another process.
     command = ["make", "real-quickstart", "THREADS=1", f"ARGS={small} --output_dir {tmp_path / 'run'}"]
     assert "training seconds" in succeed(command, timeout=None).stdout
     (step,) = (row for row in read_rows(tmp_path / "run" / "history.jsonl") if "loss" in row)
-    assert 0.004 < step["discrepancy/mean"] < 0.08  # of 32 tokens; 0.015 of the 256 of a whole batch
+    assert 0.01 < step["discrepancy/mean"] < 0.08
     config = read_json(tmp_path / "run" / "deployment" / "config.json")
     assert config["quantization_config"]["format"] == "float-quantized"
 

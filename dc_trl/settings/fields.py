@@ -201,15 +201,15 @@ def kinds_of(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
+def _is_of(value: Any, kind: Any) -> bool:
+    """Return whether a value is of a kind of `_OF_TYPES`; a truth value, in Python a number too, is none there."""
+    return isinstance(value, _OF_TYPES[kind][1]) and not (isinstance(value, bool) and kind in (int, float))
+
+
 def _require_type(name: str, value: Any, hint: Any) -> None:
     """Refuse a value of another type than a field of text, truth values, numbers or lists of them declares."""
     kinds = [get_origin(part) or part for part in kinds_of(hint)]
-    if any(kind not in _OF_TYPES for kind in kinds):
-        return
-    fitting = {kind for kind in kinds if isinstance(value, _OF_TYPES[kind][1])}
-    if isinstance(value, bool):  # which is a number in Python
-        fitting -= {int, float}
-    if not fitting:
+    if all(kind in _OF_TYPES for kind in kinds) and not any(_is_of(value, kind) for kind in kinds):
         wanted = " or ".join(_OF_TYPES[kind][0] for kind in kinds)
         raise ValueError(f"{name}={value!r} has the type {type(value).__name__}: use {wanted}.")
 
