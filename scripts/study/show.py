@@ -55,7 +55,7 @@ def show_lines(
         if others:
             table = comparison_table(found, others[index])
             parts.append(_show(f"{name}, compared", table, range(len(table[0]))))
-    # All of the study's pairs, whichever sweeps are shown: they are corrected together.
+    # All of the study's pairs, whichever sweeps are shown: those of a family are corrected together.
     pairs = pairs_table(lines_of_sweeps(load_study(folder), lines))
     if pairs[1]:
         parts.append(_show("pairs", pairs, range(len(pairs[0]))))

@@ -15,7 +15,7 @@ from dc_trl.files import read_yaml
 
 SWEEPS = Path(__file__).with_name("sweeps")
 BASE_FILE = "base.yaml"
-KEYS = ("fixed", "grid", "list", "seeds", "reference", "pairs", "message")
+KEYS = ("fixed", "grid", "list", "seeds", "reference", "pairs", "own_family", "message")
 
 Cell = Mapping[str, Any]  # the fields in which a run differs from the base, apart from its seed
 
@@ -39,7 +39,8 @@ GONE = {"lag_by_format": "69d65d94"}
 class Sweep:
     """A sweep file: variants that share `base`, their seeds, and the variant that the others are compared with.
 
-    Each of `pairs` asks whether its first variant ends above its second. `message` is the title of the figure.
+    Each of `pairs` asks whether its first variant ends above its second; with `own_family`, their p-values are
+    corrected among themselves and not with those of other sweeps. `message` is the title of the figure.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Sweep:
     seeds: tuple[int, ...]
     reference: Variant
     pairs: tuple[tuple[Variant, Variant], ...] = ()
+    own_family: bool = False
     message: str = ""
 
     def settings(self, variant: Variant) -> dict[str, Any]:
@@ -147,7 +149,8 @@ def load_sweep(path: Path, base: Mapping[str, Any], seeds: Sequence[int] | None 
     Args:
         path: YAML with `fixed` (field → value, on top of the base), either `grid` (field → values: all combinations)
             or `list` (name of a variant → its fields), `seeds`, `reference` (a variant's name; else the first),
-            `pairs` of variants' names, and `message`, what its figure shows in a sentence.
+            `pairs` of variants' names, `own_family` (whether these are corrected among themselves), and `message`,
+            what its figure shows in a sentence.
         base: the study's base.
         seeds: take the place of the file's.
 
@@ -178,6 +181,7 @@ def load_sweep(path: Path, base: Mapping[str, Any], seeds: Sequence[int] | None 
         seeds=tuple(sweep["seeds"] if seeds is None else seeds),
         reference=named[reference],
         pairs=tuple((named[first], named[second]) for first, second in pairs),
+        own_family=sweep.get("own_family", False),
         message=sweep.get("message", ""),
     )
 

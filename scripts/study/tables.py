@@ -190,11 +190,18 @@ def comparison_table(found: SweepLines, compared: SweepLines) -> Table:
 def pairs_table(found: Sequence[SweepLines]) -> Table:
     """Return the pairs that sweeps ask about, with the differences over the seeds that both variants have.
 
-    The last column is corrected (Holm) for the number of all pairs that have a run.
+    The last column is corrected (Holm) for the number of pairs that have a run: those of the sweep alone where it is a
+    family of its own, else those of all the others.
     """
+    alone = [[each] for each in found if each.sweep.own_family]
+    together = [each for each in found if not each.sweep.own_family]
+    return PAIRS_HEAD, [row for family in (together, *alone) for row in _rows_of_pairs(family)]
+
+
+def _rows_of_pairs(family: Sequence[SweepLines]) -> list[list[str]]:
     asked = [
         (each.sweep.name, first.name, second.name, differences)
-        for each in found
+        for each in family
         for first, second in each.sweep.pairs
         if (differences := _differences(each.accuracy(first), each.accuracy(second)))
     ]
@@ -205,7 +212,7 @@ def pairs_table(found: Sequence[SweepLines]) -> Table:
         shown = NONE if interval is None else " to ".join(f"{100 * end:+.1f}" for end in interval)
         p_values = [_plain_p_value(test.p_value), _plain_p_value(flipped), _p_value(corrected)]
         rows.append([*names, str(len(differences)), _points(test), shown, *p_values])
-    return PAIRS_HEAD, rows
+    return rows
 
 
 def panels_table(found: SweepLines) -> Table:

@@ -320,6 +320,12 @@ def test_pairs_of_all_sweeps_are_corrected_together(study_folder):
     assert first["95 % interval"] == f"{20 - reach:+.1f} to {20 + reach:+.1f}"
     assert (first["p (t)"], first["p (sign flips)"], first["p (sign flips, corrected)"]) == ("0.02", "0.25", "0.5")
     assert second["difference, points"] == "-20.0 ± 2.9"
+    (study_folder / "third.yaml").write_text(
+        "fixed: {weight_sync_steps: 8}\nown_family: true\npairs: [[TIS, GRPO]]\n"
+        "list: {GRPO: {}, TIS: {rollout_correction: token_truncate}}\nseeds: [0, 1, 2]\n"
+    )
+    _, rows = pairs_table(lines_of_sweeps(load_study(study_folder), lines))
+    assert [(row[0], row[-1]) for row in rows] == [("first", "0.5"), ("first", "0.5"), ("third", "0.25")]
     with open(study_folder / "second.yaml", "a") as file:
         file.write("pairs: [[TIS, GRPO]]\n")
     with refuses(ValueError, "second.yaml", "pairs='TIS'"):
