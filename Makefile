@@ -143,11 +143,16 @@ tiny-model: $(READY)
 
 real-model: runs/real_model
 
+# What an interrupted command leaves has another name, so that the next one makes it anew.
 runs/real_model: | $(READY)
-	$(BIN)/python scripts/real_model.py --output_dir $@
+	rm -rf $@.partial
+	$(BIN)/python scripts/real_model.py --output_dir $@.partial
+	mv $@.partial $@
 
 runs/sequences: | runs/real_model
-	$(BIN)/python scripts/study/sequences.py --model runs/real_model --output_dir $@
+	rm -rf $@.partial
+	$(BIN)/python scripts/study/sequences.py --model runs/real_model --output_dir $@.partial
+	mv $@.partial $@
 
 real-quickstart: runs/sequences
 	$(TRAIN) --config configs/smollm2_sequences.yaml \

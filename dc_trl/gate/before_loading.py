@@ -111,6 +111,11 @@ def require_startable(
                 f"reward_funcs has {excerpt(function)} of type {type(function).__name__}: pass a function, a reward "
                 "model or its name, or a list of these."
             )
+        if isinstance(function, str):
+            if function in REWARDS and not Path(function).exists():  # TRL would look for a model on the Hub
+                named = f"dc_trl.grading.rewards.{REWARDS[function].__name__}"
+                raise ValueError(f"reward_funcs={function!r} is a name of the command line: pass {named}.")
+            require_model_path(function, "reward_funcs")
     # An asynchronous worker keeps all columns.
     loses_columns = isinstance(args, GRPOConfig) and args.remove_unused_columns
     setting = "remove_unused_columns=True, reward_funcs" if loses_columns else "reward_funcs"
@@ -119,12 +124,7 @@ def require_startable(
         of_rows, columns = _look_at(name, rows, args, environment_factory is not None)
         prompts += of_rows
         for function in functions:
-            if isinstance(function, str):
-                if function in REWARDS and not Path(function).exists():  # TRL would look for a model on the Hub
-                    named = f"dc_trl.grading.rewards.{REWARDS[function].__name__}"
-                    raise ValueError(f"reward_funcs={function!r} is a name of the command line: pass {named}.")
-                require_model_path(function, "reward_funcs")
-            elif not isinstance(function, nn.Module):
+            if not isinstance(function, str | nn.Module):
                 require_callable(
                     f"{setting}: {reward_name(function)!r}",
                     function,

@@ -13,7 +13,8 @@ def load_config(name: str, field: str = "model_name_or_path", **options: Any) ->
     require_model_path(name, field)
     if options.get("revision") not in (None, "main") and Path(name).is_dir():  # which transformers passes over
         raise ValueError(
-            f"revision={options['revision']!r} is of a Hub model, and {field}={name!r} a directory: omit it."
+            f"revision={options['revision']!r} names a version on the Hub, and {field}={name!r} is a directory, which "
+            "has one version: leave revision out."
         )
     try:
         return AutoConfig.from_pretrained(name, **options)

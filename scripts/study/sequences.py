@@ -2,8 +2,9 @@
 
     python scripts/study/sequences.py --model runs/real_model --output_dir runs/sequences
 
-writes `problems.jsonl`, and in `model/` the model without its chat template: it continues plain text. `dithered/` has
-it in float32, with each weight moved at random by up to one step of bfloat16's grid, on which those of `model/` lie.
+writes `problems.jsonl`, and in `model/` the model without its chat template: it continues plain text. With
+`--dithered`, a second one is in `dithered/`, in float32, with each weight moved at random by up to one step of
+bfloat16's grid, on which those of `model/` lie.
 """
 
 import json
@@ -67,12 +68,13 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, required=True, help="directory of SmolLM2-135M-Instruct")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--size", type=int, default=1100, help="number of problems (default: 1100)")
+    parser.add_argument("--dithered", action="store_true", help="write the second model too")
     args = parser.parse_args()
     shutil.copytree(args.model, args.output_dir / "model")
     (args.output_dir / "model" / "chat_template.jinja").unlink()
-    dithered(AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)).save_pretrained(
-        args.output_dir / "dithered"
-    )
-    AutoTokenizer.from_pretrained(args.output_dir / "model").save_pretrained(args.output_dir / "dithered")
+    if args.dithered:
+        folder = args.output_dir / "dithered"
+        dithered(AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(args.output_dir / "model").save_pretrained(folder)
     rows = sequence_problems(args.size, seed=0)
     (args.output_dir / "problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
