@@ -104,10 +104,10 @@ def test_several_steps_on_a_generation_batch(tmp_path):
 
 
 def test_a_second_training_begins_with_present_weights(tmp_path):
-    weights = watched(tmp_path, max_steps=3)
+    weights = watched(tmp_path, max_steps=6)  # the last weights that the first one sends are of step 4
     weights.trainer.train()
-    assert weights.sampled_by() == [0, 0, 0]
-    assert logged(weights.trainer, "sync/age") == [0, 1, 2]
+    assert weights.sampled_by() == [0, 0, 0, 0, 4, 4]
+    assert logged(weights.trainer, "sync/age") == [0, 1, 2, 3, 0, 1]
 
 
 # --- evaluation and checkpoints --------------------------------------------------------------------------------------
