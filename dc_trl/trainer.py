@@ -378,7 +378,8 @@ class DCGRPOTrainer(GRPOTrainer):
             inputs: micro-batch; the forward reads what the loss's reads of it.
             rows: of a forward; all by default.
         """
-        inputs = {name: value for name, value in inputs.items() if name != "advantages"}  # it is not the loss's
+        # It is not the loss's forward, and what a forward has left of other weights is not what this one finds.
+        inputs = {name: value for name, value in inputs.items() if name not in ("advantages", "compared_logps")}
         names = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
         options = {name: inputs[name] for name in names if name in inputs}
         scores = self.score_rows(self.model, inputs, batch_size=rows, **options)

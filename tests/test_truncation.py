@@ -66,6 +66,14 @@ def dense(logits, sets, sampled):
     return (logits + mask).log_softmax(-1).gather(2, sampled.unsqueeze(2)).squeeze(2)
 
 
+def sets_of(batch):
+    """The kept tokens of each completion of a batch, position by position."""
+    return [
+        [ids.tolist() for ids in row[row >= 0].split(counts.tolist())]
+        for row, counts in zip(batch["kept_ids"], batch["kept_counts"], strict=True)
+    ]
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_log_probabilities_and_gradients_are_those_of_the_whole_vocabulary_with_the_rest_masked(data):
@@ -322,10 +330,7 @@ def test_the_gradient_is_that_of_the_truncated_policy(tmp_path, seen_by_the_loss
     (inputs,) = seen_by_the_loss
     model = make_model()
     mask = inputs["completion_mask"]
-    sets = [
-        [ids.tolist() for ids in row[row >= 0].split(counts.tolist())]
-        for row, counts in zip(inputs["kept_ids"], inputs["kept_counts"], strict=True)
-    ]
+    sets = sets_of(inputs)
     assert all(len(ids) >= 5 for row in sets for ids in row[:1])
     logps = dense(completion_logits(model, inputs) / 0.8, sets, inputs["completion_ids"])
     advantages = inputs["advantages"]  # neither penalised nor weighed
@@ -403,6 +408,27 @@ def test_what_is_measured_alone_is_of_the_policy_and_not_of_its_reference(tmp_pa
         measured.append(logged(trainer, "discrepancy/mean"))
     assert measured[1] == measured[0]
     assert max(measured[0]) < 0.05
+
+
+@pytest.mark.parametrize("length_aware", [True, False])
+def test_the_lag_that_is_measured_alone_is_that_of_two_versions_of_the_weights(tmp_path, length_aware):
+    """Where TRL scores the batch as it is sampled: δ̄ of the lag by two forwards of another model."""
+    fields = {"num_iterations": 2, "gradient_accumulation_steps": 1, "max_steps": 4, "learning_rate": 1e-2}
+    fields |= {"constraint": "none", "discrepancy_split": True, "weight_sync_steps": 3, "top_k": 5}
+    fields |= {"deployment_scheme": "bf16"}
+    trainer = helpers.make_trainer(tmp_path, make_model(), length_aware_batches=length_aware, **fields)
+    watch = helpers.Watch(trainer)
+    trainer.train()
+    batch, model, probs = watch.batches[2], make_model(), []
+    for step in (2, 0):
+        model.load_state_dict(watch.weights[step])
+        with torch.no_grad():
+            probs.append(dense(completion_logits(model, batch), sets_of(batch), batch["completion_ids"]).exp())
+    mask = batch["completion_mask"]
+    expected = (((probs[0] - probs[1]).abs() * mask).sum(1) / mask.sum(1)).mean().item()
+    assert expected > 1e-3
+    assert logged(trainer, "sync/age") == [0, 2]
+    assert logged(trainer, "discrepancy/lag_mean") == pytest.approx([0.0, expected], rel=1e-4)
 
 
 @pytest.mark.parametrize("steps", [{}, MISALIGNED], ids=by_name)
