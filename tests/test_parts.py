@@ -127,19 +127,20 @@ def test_the_later_part_is_outside(tmp_path):
     assert calls == ["second before", "first before", "first after", "second after"]
 
 
-@pytest.mark.parametrize("steps", [{}, MISALIGNED])
-def test_a_form_of_the_users_own_logs_what_it_says(tmp_path, steps):
+@pytest.mark.parametrize("steps", [{"gradient_accumulation_steps": 2}, MISALIGNED])
+@pytest.mark.parametrize("name", ["own/ratio", "ratio_max", "ratio_k3"])
+def test_a_form_of_the_users_own_logs_what_it_says(tmp_path, name, steps):
     """The mean over the scored tokens of the whole generation batch, of micro-batches of different lengths."""
     trainer = make_trainer(tmp_path, rollout_func=Rollouts(), constraint="static", max_steps=1, **steps)
     form, seen = trainer.constraint.form, []
 
     def own(tokens):
-        tokens.metrics["own/ratio"] = (tokens.train_logps - tokens.infer_logps).exp()
+        tokens.metrics[name] = (tokens.train_logps - tokens.infer_logps).exp()
         seen.append(tokens)
         return form(tokens)
 
     trainer.constraint.form = own
     trainer.train()
     ratios = torch.cat([(tokens.train_logps - tokens.infer_logps).exp()[tokens.scored] for tokens in seen])
-    assert logged(trainer, "own/ratio")[0] == pytest.approx(ratios.mean().item())
+    assert logged(trainer, name)[0] == pytest.approx(ratios.mean().item())
     assert isinstance(trainer, DCGRPOTrainer)

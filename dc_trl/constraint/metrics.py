@@ -25,7 +25,7 @@ Value = TypeVar("Value", Tensor, float)
 Sums = Mapping[str, float]
 
 PARTS: tuple[Part, ...] = ("lag", "engine")
-_OWN = "own/"  # prefix of the sums of metrics that a function of the user's own has left
+_OWN = "/own"  # ends the sums of metrics that a function of the user's own has left, whatever their names end in
 
 
 def mismatch_metrics(train_logps: Tensor, infer_logps: Tensor, mask: Tensor) -> dict[str, float]:
@@ -212,7 +212,7 @@ class BatchStatistics:
             sums["masked"] = sums["tokens"] - kept.sum()
             sums["weights"] = weights.where(scored, 0.0).sum(dtype=dtype)
         for name, values in tokens.metrics.items():
-            sums[f"{_OWN}{name}"] = values.detach().where(scored, 0.0).sum(dtype=dtype)
+            sums[f"{name}{_OWN}"] = values.detach().where(scored, 0.0).sum(dtype=dtype)
         self._sums = combine_sums([self._sums, sums])
 
     def _sums_of(self, tokens: SampledTokens, kept: Tensor) -> dict[str, Tensor]:
@@ -275,8 +275,8 @@ def batch_metrics(
             metrics[f"{group}/{prefix}mean"] = mean
         found = mismatch_from_sums(of_part)
         metrics |= {f"{group}/{prefix}{name}": found[name] for name in ("k3_kl", "ess")}
-    for name in [name for name in sums if name.startswith(_OWN)]:
-        metrics[name.removeprefix(_OWN)] = sums[name] / tokens
+    for name in [name for name in sums if name.endswith(_OWN)]:
+        metrics[name.removesuffix(_OWN)] = sums[name] / tokens
     if "weights" in sums:
         metrics[f"{group}/mean_all"] = sums["all_discrepancy_sum"] / sums["all_discrepancy_count"]
         metrics["correction/masked_fraction"] = sums["masked"] / tokens
