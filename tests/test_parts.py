@@ -9,12 +9,17 @@ import torch
 from dc_trl import DCGRPOTrainer
 from dc_trl.parts.part import Part
 from dc_trl.run.manifest import STATE_FILE
+from dc_trl.sampled_tokens import loss_mask
 
 from .helpers import (
     MISALIGNED,
     ROOT,
     Rollouts,
+    Watch,
+    completion_logps,
     logged,
+    make_model,
+    make_tokenizer,
     make_trainer,
     read_json,
     succeed,
@@ -68,12 +73,19 @@ def test_the_part_of_the_page_is_one(tmp_path, seen_by_the_loss):
     trainer = make_trainer(tmp_path, rollout_func=Rollouts(), constraint="static", max_steps=3)
     trainer.parts.append(scope["LateTokens"](trainer))
     trainer.parts[-1].until = 2
+    watch = Watch(trainer)
     trainer.train()
-    left = [batch["completion_mask"][:, :2].sum().item() for batch in seen_by_the_loss]
+    left = [loss_mask(batch)[:, :2].sum().item() for batch in seen_by_the_loss]
     half = len(left) * 2 // 3
     assert left[:half] == [0] * half
     assert all(count > 0 for count in left[half:])
-    assert logged(trainer, "late_tokens/left")[0] == seen_by_the_loss[0]["completion_mask"].sum().item()
+    assert logged(trainer, "late_tokens/left")[0] == loss_mask(seen_by_the_loss[0]).sum().item()
+    # The others are scored with all tokens before them.
+    batch, (_, tokens) = seen_by_the_loss[0], watch.tokens[0]
+    whole = {"completion_mask": (batch["completion_ids"] != make_tokenizer().pad_token_id).long()}
+    torch.testing.assert_close(
+        tokens.train_logps[tokens.scored], completion_logps(make_model(), batch | whole)[tokens.scored]
+    )
 
 
 class Counter(Part):
