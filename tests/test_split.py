@@ -163,6 +163,7 @@ ENGINES = {
     "aligned": {"deployment_scheme": "fp8", "train_through_quantization": True},
     "mixed precision": {"deployment_scheme": "fp8", "bf16": True},
     "adapter": {"deployment_scheme": "fp8", "peft_config": LoraConfig(r=2, init_lora_weights=False)},
+    "dropped groups": {"bf16": True, "drop_zero_std_groups": True, "num_generations": 2},
 }
 
 

@@ -31,10 +31,6 @@ def parts_of(trainer: Any) -> Parts:
         from .score_centering import CentredScore
 
         parts.append(CentredScore)
-    if args.drop_zero_std_groups:
-        from .dropped_groups import DroppedGroups
-
-        parts.append(DroppedGroups)
     if args.length_aware_batches:
         from .length_aware_batches import LengthAwareBatches
 
@@ -43,4 +39,8 @@ def parts_of(trainer: Any) -> Parts:
         from .lag import Lag
 
         parts.append(Lag)
+    if args.drop_zero_std_groups:  # once the lag has read the rows that TRL has scored
+        from .dropped_groups import DroppedGroups
+
+        parts.append(DroppedGroups)
     return Parts(part(trainer) for part in parts)
