@@ -452,7 +452,7 @@ class DCGRPOTrainer(GRPOTrainer):
                 among the callbacks, as in `dc-trl train`.
         """
         self.clock.start()
-        if self._step > 0:  # this object has trained before
+        if self._buffered_inputs is not None:  # this object has trained before, if only a part of a micro-batch
             self._start_again()
         try:
             with self.run.training(resume_from_checkpoint) as checkpoint:

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from dc_trl import DCGRPOTrainer, HistoryCallback, mismatch_metrics
 from dc_trl.constraint.lagrangian import AUTO_BATCHES
+from dc_trl.parts.part import Part
 from dc_trl.sampling.replica import Replica
 
 from . import helpers
@@ -419,23 +420,27 @@ def test_a_second_training_starts_from_its_own_rollouts_and_lambda(tmp_path):
         assert steps_of(read_rows(tmp_path / name)) == [1, 2, 3]
 
 
-class BreaksOnce(TrainerCallback):
-    """Ends the first training within its first optimizer step."""
+class BreaksOnce(Part):
+    """Ends the first training within its first optimizer step, at a micro-batch."""
 
-    broken = False
+    at = 0
 
-    def on_substep_end(self, args, state, control, **kwargs):
-        if not self.broken:
-            self.broken = True
+    def loss(self, compute, inputs):
+        loss, self.at = compute(inputs), self.at - 1
+        if self.at == 0:
             raise KeyError("a bug")
+        return loss
 
 
-def test_a_second_training_counts_no_token_of_one_that_broke(tmp_path):
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_second_training_counts_no_token_of_one_that_broke(tmp_path, micro_batch):
     """No weight has moved: the first batch of the second training is that of a new trainer."""
     means = []
-    for callbacks in ([], [BreaksOnce()]):
-        trainer = make_trainer(tmp_path, ByStep(), max_steps=1, callbacks=callbacks, **ALIGNED)
-        if callbacks:
+    for at in (0, micro_batch):
+        trainer = make_trainer(tmp_path, ByStep(), max_steps=1, **ALIGNED)
+        trainer.parts.append(part := BreaksOnce(trainer))
+        part.at = at
+        if at:
             with pytest.raises(KeyError):
                 trainer.train()
         trainer.train()
