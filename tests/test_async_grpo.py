@@ -325,6 +325,19 @@ def test_the_lag_of_each_sample_is_that_of_the_weights_that_began_it(make_traine
     assert engine[1] != whole[1]
 
 
+def test_the_age_is_the_mean_over_the_samples_of_all_micro_batches(make_trainer):
+    """Of which a budget of tokens gives some more samples than others."""
+    samples = of_versions(1, 1, 1, 2, 2, 1, 2, 3)
+    trainer = make_trainer(**NEUTRAL, samples=samples, max_staleness=4, token_budget=24, logging_steps=2)
+    counted, count = [], trainer.constraint.count
+    trainer.constraint.count = lambda constrained: (counted.append(constrained.tokens.age), count(constrained))[1]
+    trainer.train()
+    assert len({*map(len, counted)}) > 1
+    ages = torch.cat(counted).float()
+    assert ages.unique().tolist() == [0.0, 1.0]
+    assert logged(trainer, "sync/age") == pytest.approx([ages.mean().item()])
+
+
 def test_versions_that_do_not_fit_into_memory_are_refused(make_trainer, monkeypatch):
     size = sum(parameter.nbytes for parameter in make_model().parameters())
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * size))

@@ -232,9 +232,11 @@ class AsyncDCGRPOTrainer(AsyncGRPOTrainer):
             matrix(inputs["advantages"][selected].detach())[:, 0],  # the tokens of a trajectory share its advantage
             lagged_logps,
         )
-        ages = self.state.global_step - steps
-        tokens = tokens._replace(age=ages[: len(lengths)])
-        self._metrics["train"]["sync/age"].append(ages[: len(lengths)].float().mean().item())
+        ages = (self.state.global_step - steps)[: len(lengths)]
+        tokens = tokens._replace(age=ages)
+        # Micro-batches and processes have different numbers of samples: TRL divides the sums of such pairs.
+        of_all = self.accelerator.gather(torch.stack([ages.sum(), ages.new_tensor(len(ages))]).unsqueeze(0))
+        self._metrics["train"]["sync/age"].append(tuple(of_all.sum(0).tolist()))
         ratio = bounded_log_ratio(train_logps, infer_logps).exp()
         constrained = self.constraint.apply(tokens)
         penalty = constrained.penalty
