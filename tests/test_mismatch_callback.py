@@ -20,12 +20,15 @@ def stock_trainer(tmp_path, **fields):
     return trainer
 
 
-def test_stock_trl_logs_what_our_trainer_measures(tmp_path):
-    stock = stock_trainer(tmp_path / "stock")
+@pytest.mark.parametrize("accumulated", [1, 3], ids=["half a generation batch", "one and a half"])
+def test_stock_trl_logs_what_our_trainer_measures(tmp_path, accumulated):
+    """In the optimizer steps that begin a generation batch, or two."""
+    steps = {"gradient_accumulation_steps": accumulated}
+    stock = stock_trainer(tmp_path / "stock", **steps)
     stock.train()
-    ours = make_trainer(tmp_path / "ours", rollout_func=Rollouts(), **SHARED, **SCORED)
+    ours = make_trainer(tmp_path / "ours", rollout_func=Rollouts(), **SHARED, **SCORED | steps)
     ours.train()
-    assert len(logged(stock, "discrepancy/mean")) == 2  # once for each generation batch
+    assert len(logged(stock, "discrepancy/mean")) == (2 if accumulated == 1 else 4)
     for name in NAMES:
         metric = f"discrepancy/{name}"
         assert logged(stock, metric) == pytest.approx(logged(ours, metric), rel=1e-6), metric

@@ -44,7 +44,7 @@ class MismatchCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         batch = self._trainer._buffered_inputs
         if batch is self._measured:
-            return  # several optimizer steps use one generation batch; of several batches of a step the last counts
+            return  # several micro-batches and optimizer steps use one generation batch
         self._measured = batch
         for micro_batch in batch:
             self._statistics.add(_tokens_of(micro_batch))
@@ -52,6 +52,8 @@ class MismatchCallback(TrainerCallback):
         if sums is not None and sums["tokens"]:
             for name, value in batch_metrics(sums, truncated=self._truncated).items():
                 self._trainer._metrics["train"][name].append(value)
+
+    on_substep_end = on_step_end  # an optimizer step may use several generation batches
 
 
 def _tokens_of(batch: dict[str, Any]) -> SampledTokens:
