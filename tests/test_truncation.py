@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl import GRPOTrainer
+from trl.generation.vllm_client import parse_logprobs
 from trl.trainer.utils import add_fused_lm_head
 
 from dc_trl import DCGRPOTrainer
@@ -288,6 +289,20 @@ def test_without_truncation_vllm_names_its_most_probable_tokens_whichever_was_sa
     assert (first.tokens.tolist(), second.tokens.tolist()) == ([9, 7], [2, 1])
     assert second.logps.exp().tolist() == pytest.approx([0.5, 0.25])
     assert math.isnan(third)
+
+
+@pytest.mark.parametrize("sampled", [2, 1, 3, 8])
+def test_tokens_as_probable_as_the_last_one_are_named_whichever_was_sampled(sampled):
+    """Three tokens share the second place of two. TRL's own reading of a server's answer, which names the sampled one
+    first, and the two that the engine chose, of which it may be one."""
+    chosen = {"token_id:2": math.log(0.4), "token_id:1": math.log(0.2)}
+    token, logp = f"token_id:{sampled}", math.log(0.4 if sampled == 2 else 0.2)
+    answer = {"tokens": [token], "token_logprobs": [logp], "top_logprobs": [{token: logp} | chosen]}
+    logprobs, tokens = parse_logprobs([answer])
+    (((value,),),) = named_by_vllm([[sampled]], logprobs, tokens, most=2, truncated=False)
+    assert value == pytest.approx(logp)
+    assert value.tokens.tolist() == [2, 1]
+    assert value.logps.exp().tolist() == pytest.approx([0.4, 0.2])
 
 
 # --- training -------------------------------------------------------------------------------------------------------

@@ -92,7 +92,9 @@ def _named_by_vllm(
     tokens, at = torch.tensor(token_ids, dtype=torch.int32), token_ids.index(sampled)
     if not truncated:
         # Which tokens are named must not depend on the one that was sampled: that one is named if it is among the k.
-        return NamedLogProb(values[at], tokens[:most], torch.tensor(values[:most]))
+        # Where it is not, it comes beside them, and with the log-probability of the k-th, before that.
+        named = [place for place in range(len(values)) if place != at or len(values) <= most]
+        return NamedLogProb(values[at], tokens[named], torch.tensor(values)[named])
     logps = torch.tensor(values, dtype=torch.float64)
     among = logps.masked_fill(logps <= _NEVER, -torch.inf).log_softmax(0)
     kept = among > -torch.inf
