@@ -78,6 +78,20 @@ def test_tokens_are_read_without_the_garbage_collector(tmp_path):
     assert gc.isenabled()
 
 
+def test_a_later_turn_asks_a_server_for_no_more_than_there_is_room_for(tmp_path):
+    """vLLM refuses a request whose prompt and max_tokens exceed its context, which here is 4096 (TokenizeParams)."""
+    with stub_server() as server:
+        trainer = make_trainer(server.url, tmp_path, max_completion_length=8)
+        server.completes = sampled
+        first = trainer.vllm_generation.generate([[5] * 4088], None, 1)
+        later = trainer.vllm_generation.generate([[5] * 4093, [5] * 4087], None, 1)
+    assert len(first[1]) == 1
+    assert len(later[1]) == 2
+    asked = [(len(*body["prompt"]), body["max_tokens"]) for body in server.bodies]
+    assert asked[0] == (4088, 8)
+    assert sorted(asked[1:]) == [(4087, 8), (4093, 3)]
+
+
 @pytest.mark.parametrize("asked", [None, {"ignore_eos": True}])
 def test_what_a_server_samples_after_an_end_token_is_left_out_unless_it_was_asked_for(tmp_path, caplog, asked):
     """As TRL does for model.generate: both of the model's end tokens count, of which the tokenizer knows one."""

@@ -1,5 +1,6 @@
 """TRL's client of a vLLM server, extended by the weights that the server must hold and by limits of its requests."""
 
+import math
 import uuid
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice, zip_longest
@@ -198,7 +199,12 @@ class RolloutClient(VLLMClient):
         if path != "/v1/completions":
             return self.connection.request("POST", path, **kwargs)
         # Each prompt is a separate request, since only a request can have a seed.
-        choices = self._complete(self.seeds.requests(kwargs["json"]))
+        requests, context = self.seeds.requests(kwargs["json"]), min(server.context for server in self.servers)
+        for request in requests:
+            (prompt,) = request["prompt"]
+            if not isinstance(prompt, str):  # a later turn has less room, and vLLM refuses more than there is
+                request["max_tokens"] = max(1, min(request["max_tokens"], context - len(prompt)))
+        choices = self._complete(requests)
         # TRL does not pass the experts on.
         self.routed_experts = [choice.get("routed_experts") for choice in choices]
         return {"choices": choices}
@@ -221,7 +227,7 @@ class ServerClient(RolloutClient):
     Attributes:
         vllm: version of vLLM that the server names.
         kv_cache_dtype: dtype of its KV cache as it names it, "auto" for that of the model; None before `require_fit`.
-        context: largest number of tokens of prompt and completion together; from `require_fit` on.
+        context: largest number of tokens of prompt and completion together; infinite before `require_fit`.
         lost, answered: as one of several, why it gets no prompts, and the number of prompts that it has answered.
 
     Raises:
@@ -242,6 +248,7 @@ class ServerClient(RolloutClient):
         super().__init__([self], [Connection(base_url, patience, report)])
         self.fits = fits
         self.kv_cache_dtype: str | None = None
+        self.context: float = math.inf
         self._met: dict[str, Any] = {}  # what the server was at the first `require_fit`
         self.lost: str | None = None
         self.answered = 0
@@ -352,7 +359,7 @@ class ServerClient(RolloutClient):
                     )
             check_server(info["vllm_config"], layers, config=config, **needs)
             self._met, self.kv_cache_dtype = present, cache
-            self.context: int = info["vllm_config"]["model_config"]["max_model_len"]
+            self.context = info["vllm_config"]["model_config"]["max_model_len"]
             if needs.get("lora_rank") and not info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]:
                 raise ServerError(
                     f"vLLM at {self.base_url} takes adapters only when it starts: start it with "
