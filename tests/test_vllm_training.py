@@ -486,6 +486,21 @@ def test_an_engine_that_sleeps_between_the_turns_of_tools_is_refused(tmp_path):
         build_vllm(SimpleNamespace(args=args, model=None, processing_class=None, tools=[max]))
 
 
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"vllm_mode": "server"}, ["num_processes=2"]),
+        ({"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, ["vllm_tensor_parallel_size=2"]),
+    ],
+)
+def test_turns_of_tools_that_processes_would_get_of_each_other_are_refused(tmp_path, engine, words):
+    """TRL's server mode gives process r the answers from r × n on, n being the number of its own prompts."""
+    args = helpers.make_config(tmp_path, use_vllm=True, deployment_scheme="fp8", **engine)
+    processes = SimpleNamespace(num_processes=2)
+    with refuses(ValueError, "tools", "use_vllm=False", *words):
+        build_vllm(SimpleNamespace(args=args, model=None, processing_class=None, tools=[max], accelerator=processes))
+
+
 @pytest.mark.long
 def test_colocated_vllm_reloads_the_scheme(tmp_path):
     """In a process of its own: vLLM takes over the process that it is in."""

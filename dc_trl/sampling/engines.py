@@ -99,7 +99,8 @@ def build_vllm(trainer: Any) -> VLLMGeneration:
     """Return the vLLM engine that samples, with the arguments that TRL's constructor passes to its own engine.
 
     Raises:
-        ValueError: adapter, generation_config or processing class do not go with the engine.
+        ValueError: adapter, generation_config, processing class, or tools in several processes do not go with the
+            engine.
         ServerError: a server cannot be reached, or does not fit.
     """
     from .rollout_ahead import OverlappedGeneration
@@ -114,6 +115,16 @@ def build_vllm(trainer: Any) -> VLLMGeneration:
     if trainer.tools and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode and args.deployment_scheme:
         raise ValueError(
             "vllm_enable_sleep_mode=True writes the checkpoint anew before each turn of the tools: set it to False."
+        )
+    colocated = args.vllm_mode == "colocate"
+    asking = args.vllm_tensor_parallel_size if colocated else trainer.accelerator.num_processes
+    if trainer.tools and asking > 1:
+        # TRL 1.16 divides the answers as if each process had asked for equally many (its pull request 6673).
+        field = "vllm_tensor_parallel_size" if colocated else "num_processes"
+        raise ValueError(
+            f"{field}={asking}: in later turns of tools these processes ask one engine for different numbers of "
+            "completions, and would get each other's, or wait for good: sample by the in-process replica "
+            "(use_vllm=False), set 1, or leave tools and environments out."
         )
     batch_size = args.per_device_train_batch_size * args.steps_per_generation
     of_trl: dict[str, Any] = {
