@@ -181,10 +181,12 @@ def test_gradients_are_those_of_a_bf16_model_whose_weights_are_the_deployed_ones
     assert_same(ours, expected)
 
 
-def test_follows_the_optimizer():
+@pytest.mark.parametrize("fused", [False, True])
+def test_follows_the_optimizer(fused):
+    """Also one that changes parameters in kernels of its own, of which their versions do not tell."""
     policy, batch = make_model(128), small_batch()
     add_fused_lm_head(policy)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05, fused=fused)
     with DeployedForward(policy, "fp8").active():
         for _ in range(2):
             gradients(policy, batch)

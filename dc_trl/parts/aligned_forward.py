@@ -31,7 +31,6 @@ class AlignedForward(Part):
             lora_deployment=args.lora_deployment,
         )
         self.deployed.enabled = True
-        trainer.add_callback(self.deployed)
 
     def forward(self, score, model, inputs, *tokens, **options):
         with self.deployed.active(PLAIN not in inputs):

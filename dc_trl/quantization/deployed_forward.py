@@ -7,7 +7,8 @@ as if ∂Q/∂W = 1: the straight-through estimator (arXiv 1308.3432). QaRL (arX
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, TrainerCallback
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from . import attention
 from .adapter import active_terms, beside_base, require_adapter_beside
@@ -102,13 +105,21 @@ def _require_sum(adapter: BaseTunerLayer, name: str) -> None:
         )
 
 
-class DeployedForward(TrainerCallback):
+def _before_each_step(*actions: Callable[[], None]) -> RemovableHandle:
+    def act(*_: Any) -> None:
+        for action in actions:
+            action()
+
+    return register_optimizer_step_pre_hook(act)  # of all optimizers, as it is not known which one is the policy's
+
+
+class DeployedForward:
     """Makes a policy's modules compute as the deployed policy does, with straight-through gradients to the weights.
 
     Modules, names and parameters stay as they are; hooks replace the parameters by the deployed weights while a module
-    computes. Deployed weights are cached until the parameters change. Some optimizers, fused AdamW among them, change
-    them without PyTorch's knowledge: add this as a callback to the trainer. Under FSDP2 the deployed weights are
-    computed each time, from parameters that must be gathered unrounded (no `param_dtype`).
+    computes. Deployed weights are cached until the parameters change, or an optimizer steps: some, fused AdamW among
+    them, change parameters without PyTorch's knowledge. Under FSDP2 the deployed weights are computed each time, from
+    parameters that must be gathered unrounded (no `param_dtype`).
 
     LoRA adapters are merged, as they are when the policy is deployed: the layer computes with Q(W + s·B·A), and A and
     B get its gradient; with `lora_deployment="adapter"` Q(W)·x + s·B·(A·x). Dropout of an adapter is not applied.
@@ -180,6 +191,7 @@ class DeployedForward(TrainerCallback):
                 self._replace_forward(adapter, beside)
         self._hook_policy(base)
         self._ends = round_as_vllm(base, lambda: self.enabled) if compute else []
+        weakref.finalize(self, _before_each_step(self._cache.clear, *self._ends).remove)
         self._base = base
         usual = base.config._attn_implementation
         deployed = attention.NAME if compute and base.device.type == "cpu" else usual
@@ -213,11 +225,6 @@ class DeployedForward(TrainerCallback):
             yield
         finally:
             self.enabled = before
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self._cache.clear()
-        for end in self._ends:
-            end()
 
     # Hooks are functions and not bound methods: merging an adapter copies its layer, which would copy this object and
     # with it the policy.
