@@ -336,6 +336,14 @@ def test_log_probabilities_are_the_replicas(scheme):
     assert gaps[-1] < (0.5 if scheme == "fp8" else 1e-4)
 
 
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_cache_that_a_configuration_names_is_used(kind):
+    """Also for several completions of a prompt, which `generate` reads by itself then."""
+    replica, prompts = Replica(make_model(128), "bf16"), [[20, 30, 40]] * 2
+    ours, named = (sampling(do_sample=False, cache_implementation=each) for each in (None, kind))
+    assert replica.generate(prompts, named, 1.0)[0] == replica.generate(prompts, ours, 1.0)[0]
+
+
 def test_samples_follow_the_replicas_distribution():
     torch.manual_seed(0)
     replica = Replica(make_model(128), "fp8")

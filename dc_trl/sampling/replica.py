@@ -314,12 +314,13 @@ class Replica:
         if among_kept and truncations(vars(generation_config)):
             truncation, generation_config = _without_truncation(generation_config)
         recorder = _SampledLogProbs(temperature, truncation)
+        own_cache = generation_config.cache_implementation is not None  # which `generate` does not take beside ours
         sequences = self.model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
             generation_config=generation_config,
             logits_processor=LogitsProcessorList([recorder, *logits_processor]),
-            past_key_values=self._read_prompts(input_ids, attention_mask),
+            past_key_values=None if own_cache else self._read_prompts(input_ids, attention_mask),
         )
         logps = recorder.finish(sequences)
         completions = sequences[:, width:]
