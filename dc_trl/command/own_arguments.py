@@ -71,7 +71,7 @@ class WatchArguments(CheckedSettings):
     )
     collapse_alarm: Literal["off", "warn", "stop"] = setting(
         "warn",
-        "What happens when reward, entropy, gradient norm, mismatch or λ show a collapse: "
+        "What happens when reward, gradient, mismatch or λ show a collapse: "
         '"off" does nothing, "warn" warns once, and "stop" warns, ends the run and names the last good checkpoint '
         "to resume from. See docs/metrics.md.",
     )

@@ -1,4 +1,4 @@
-"""Writes settings, history, figure and some completions of a run while it trains."""
+"""Writes settings, history and figure of a run while it trains."""
 
 import json
 import time
