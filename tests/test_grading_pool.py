@@ -1,5 +1,6 @@
 """No answer harms the run: limits, replaced workers, threads, forks, parents that die."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -64,6 +65,19 @@ def test_a_killed_worker_costs_one_answer_and_is_replaced():
         assert sum(verdict.correct for verdict in verdicts) >= 19
         assert grader.failures["crash"] <= 1
         assert len(workers() - before) == 1
+    assert workers() == before
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_to_all_processes_of_a_run_makes_no_right_answer_wrong(name):
+    """Slurm sends SIGUSR1 to each process of a job step, and the run still finishes its step."""
+    before = workers()
+    with Grader(processes=1, time_limit=60.0) as grader:
+        assert grader.grade([boxed("1")], [Gold("1")])[0].correct
+        (worker,) = workers() - before
+        worker.send_signal(getattr(signal, name))
+        assert grader.grade([boxed("2")], [Gold("2")])[0].correct
+        assert workers() - before == {worker}
     assert workers() == before
 
 
