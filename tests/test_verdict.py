@@ -89,8 +89,10 @@ def test_a_policy_that_its_rate_has_destroyed_is_neither_well_nor_to_be_served()
     ((line,), _) = verdict_of(Run("run", run.history, run.settings))
     assert line.index("weight_sync_steps") < line.index("lambda_max") < line.index("learning_rate")
     assert "up to 7)" in line
-    # A prompt that is solved by chance in the first batch, and nothing else that changes.
+    # A prompt that is solved by chance in the first batch; without rewards the gradient is that of the KL term alone.
     rare = run_of([0.02] + [0.0] * 20)
+    for step, row in enumerate(rare.history[:-1]):
+        row |= {"entropy": 0.1, "grad_norm": 0.3 if step == 0 else 0.001, "kl": 1e-4 * step}
     assert "learning_rate" not in verdict_of(rare).lines[0]
     # Gradients that are not finite any more.
     broken = run_of(noisy(0.2, 0.8))
