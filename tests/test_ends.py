@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig
 from transformers.trainer_utils import TrainOutput
 
+from dc_trl.records.runs import read_run
 from dc_trl.run.manifest import checkpoint_defect, checkpoints
 from dc_trl.run.soundness import DivergedError
 
@@ -74,7 +75,7 @@ def test_what_the_end_of_a_finished_run_lacks_is_made(tmp_path):
     assert weights.read_bytes() == deployed
     # A deployment of an earlier end is not the one of this one.
     longer = make_trainer(tmp_path, max_steps=3, export_run=True)
-    longer._export = lambda folder: None  # as if killed before
+    longer.deployment.export = lambda folder: None  # as if killed before
     longer.train(resume_from_checkpoint=True)
     make_trainer(tmp_path, max_steps=3, export_run=True).train(resume_from_checkpoint=True)
     assert weights.read_bytes() != deployed
@@ -95,6 +96,16 @@ def breaking(event, step):
             raise BrokenError("broken by the test")
 
     return On(event, fail)
+
+
+def test_what_ended_a_run_is_not_its_end_once_it_has_gone_on(tmp_path):
+    options = {"max_steps": 2, "export_run": True}
+    with pytest.raises(BrokenError):
+        make_trainer(tmp_path, callbacks=[breaking("on_train_end", 2)], **options).train()
+    assert read_run(tmp_path).ended_by == "BrokenError"
+    make_trainer(tmp_path, **options).train(resume_from_checkpoint=True)
+    run = read_run(tmp_path)
+    assert (run.ended_by, run.finished) == (None, True)
 
 
 class BrokenReward:

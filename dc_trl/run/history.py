@@ -64,7 +64,12 @@ class HistoryCallback(TrainerCallback):
         if state.global_step > 0:
             # Steps after the checkpoint will be repeated, and earlier logs of this object belong to another run.
             if self._history.exists():
-                rows = [row for row in read_history(self._history) if row["step"] <= state.global_step]
+                # What ended the run before has not ended it, even where no step is left.
+                rows = [
+                    row
+                    for row in read_history(self._history)
+                    if row["step"] <= state.global_step and not all(name.startswith((ENDED, "step")) for name in row)
+                ]
                 write_text(self._history, "".join(f"{json.dumps(row)}\n" for row in rows))
         else:
             names = [HISTORY_FILE, SETTINGS_FILE, FIGURE_FILE, SUMMARY_FILE, DEPLOYMENT_FOLDER]
