@@ -533,6 +533,7 @@ class DCGRPOTrainer(GRPOTrainer):
         policy = unwrapped(self.accelerator, self.model)
         if not load_saved_weights(self, policy, self.state.best_model_checkpoint):
             super()._load_best_model()
+        self.checkpoints.best_is_loaded()
 
     # --- the policy as it is deployed -------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from dc_trl import DCGRPOConfig, DCGRPOTrainer, DeploymentCheckpointCallback, HistoryCallback
 from dc_trl.async_grpo import AsyncDCGRPOTrainer
+from dc_trl.command.finish import summarize
 from dc_trl.records.runs import read_history
 
 from . import helpers
@@ -127,6 +128,31 @@ def test_the_callback_for_checkpoints_exports_each(tmp_path):
     trainer.train()
     folders = [tmp_path / name / "deployment" for name in ("checkpoint-1", "checkpoint-2", ".")]
     assert files_in(folders[1]) == files_in(folders[2]) != files_in(folders[0])
+
+
+def test_the_best_weights_are_exported_as_those_of_their_step(tmp_path, capsys):
+    calls = []
+
+    def falling(completions, **kwargs):
+        calls.append(completions)
+        return [index % 2 - float(len(calls)) for index in range(len(completions))]
+
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    options |= {"reward": falling, "max_steps": 3, "save_steps": 1, "eval_steps": 1, "eval_dataset": make_prompts(4)}
+    trainer = make_trainer(tmp_path, **options)
+    trainer.add_callback(DeploymentCheckpointCallback(trainer))
+    trainer.train()
+    contracts = [read_json(tmp_path / name / "deployment" / "dc_trl.json") for name in (".", "checkpoint-1")]
+    assert contracts[0] == contracts[1]
+    assert contracts[0]["step"] == 1
+    capsys.readouterr()
+    summarize(trainer)
+    summary, (row,) = (
+        read_json(tmp_path / "summary.json"),
+        [r for r in trainer.state.log_history if r["step"] == 1][1:],
+    )
+    assert (summary["steps"], summary["after"]["reward"]) == (3, row["eval_reward"])
+    assert "after step 1," in capsys.readouterr().out
 
 
 # --- resumed, started again, stopped

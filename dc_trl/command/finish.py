@@ -121,11 +121,12 @@ def summarize(trainer: DCGRPOTrainer) -> None:
     """Print what the run changed, and save a summary beside the model."""
     args, state = trainer.args, trainer.state
     engine = ", ".join(filter(None, ["vLLM" if args.use_vllm else None, args.deployment_scheme])) or "model.generate"
-    logged = Run("", state.log_history, vars(args))
+    deployed = trainer.checkpoints.policy_step
+    logged = Run("", [row for row in state.log_history if row["step"] <= deployed], vars(args))
     tokens, seconds = state.num_input_tokens_seen, sum(trainer.clock.seconds().values())
     rows = [["tokens sampled and read", "", f"{tokens:,}"], ["training seconds", "", f"{seconds:.0f}"]]
     verdict = verdict_of(logged)
-    title = f"Deployed policy ({engine}) after step {state.global_step}, constraint {args.constraint}"
+    title = f"Deployed policy ({engine}) after step {deployed}, constraint {args.constraint}"
     if isinstance(trainer.eval_dataset, Dataset):  # a stream has no size
         title += f", held-out problems: {len(trainer.eval_dataset)}"
     print_table(("", "before", "after"), [*outcome(logged), *rows], title)
@@ -135,7 +136,7 @@ def summarize(trainer: DCGRPOTrainer) -> None:
         "constraint": args.constraint,
         "steps": state.global_step,
         "before": {name: values[0] for name, values in measured.items() if 0 in values},
-        "after": {name: values[state.global_step] for name, values in measured.items() if state.global_step in values},
+        "after": {name: values[deployed] for name, values in measured.items() if deployed in values},
         "lambda": trainer.lagrange_multiplier.value,
         "tokens": tokens,
         "seconds": seconds,

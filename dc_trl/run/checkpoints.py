@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from ..files import read_object, replace_folder_link, write_json
 from ..records.clock import OTHER
+from ..records.runs import TRAINER_STATE_FILE
 from .manifest import STATE_FILE, checkpoints, way_back, write_manifest
 from .soundness import Soundness
 
@@ -53,9 +54,20 @@ class Checkpoints(TrainerCallback):
         self.soundness = Soundness(self._trainer)
         self._began = False  # whether the present training has begun, and perhaps loaded a checkpoint
         self._saved_at: int | None = None  # step of the last checkpoint that it saved or resumed from
+        self._best: int | None = None  # step of the best checkpoint, once its weights are loaded at the end
         # Position, rollouts, state of the algorithm and random numbers at the end of the last step; None before it.
         self._ended: tuple[int, Any, dict[str, Any], tuple] | None = None
         self._moving_since: int | None = None  # the step from which the optimizer is changing the weights
+
+    @property
+    def policy_step(self) -> int:
+        """Optimizer step of the present weights, which `load_best_model_at_end` brings back to an earlier one."""
+        return self._trainer.state.global_step if self._best is None else self._best
+
+    def best_is_loaded(self) -> None:
+        """Note that the trainer has the weights of its best checkpoint."""
+        best = self._trainer.state.best_model_checkpoint
+        self._best = read_object(Path(best, TRAINER_STATE_FILE))["global_step"]
 
     # --- a step that failed -----------------------------------------------------------------------------------------
 

@@ -79,12 +79,12 @@ class Deployment:
 
     def _facts(self) -> dict[str, Any]:
         """Return what the contract of a deployed checkpoint says of the run; None for what was not measured."""
-        trainer = self._trainer
-        history = Run("", trainer.state.log_history)
+        trainer, step = self._trainer, self._trainer.checkpoints.policy_step
+        history = Run("", [row for row in trainer.state.log_history if row["step"] <= step])
         return {
             "base_model": trainer.args.hub_base_model_id or base_model(self._policy).config.name_or_path or None,
             **dict(zip(("engine", "engine_version", "kv_cache_dtype"), trainer.sampler.identity, strict=True)),
-            "step": trainer.state.global_step,
+            "step": step,
             "discrepancy": recent_mean(history.series("discrepancy/mean").values),
             "k3_kl": recent_mean(history.series("discrepancy/k3_kl").values),
         }
