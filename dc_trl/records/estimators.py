@@ -79,8 +79,10 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
 def noise_of(values: Sequence[float]) -> float:
     """Return the standard deviation of a single one of successive values, at least two, which a trend hardly moves."""
     differences = [abs(second - first) for first, second in pairwise(values[-101:])]
-    # The median of |difference| of two normal values is 0.6745 · √2 standard deviations.
-    return statistics.median(differences) / (0.6745 * math.sqrt(2))
+    # The median of |difference| of two normal values is 0.6745 · √2 standard deviations. It says nothing where most
+    # values are equal, as rewards that are mostly 0; the mean of squares is right for any independent values.
+    median = statistics.median(differences) / (0.6745 * math.sqrt(2))
+    return median or math.sqrt(statistics.fmean(each * each for each in differences) / 2)
 
 
 def recent_mean(values: Sequence[float]) -> dict[str, Any] | None:
