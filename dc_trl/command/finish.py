@@ -79,6 +79,9 @@ def run(
         return None
     if alarm is not None and alarm.stopped is not None:
         # The last trained weights must not be taken for the run's result.
+        release_processes(trainer)
+        if not trainer.accelerator.is_main_process:
+            return 1  # the main process alone knows the last good checkpoint
         way_back = f"resume_from_checkpoint={alarm.last_good!r}" if alarm.last_good else "no checkpoint is good"
         return f"error: the collapse alarm stopped the run ({alarm.stopped.signal}): {way_back}."
     if not is_saved:

@@ -206,6 +206,24 @@ def test_the_launcher_passes_slurms_warning_on_where_it_is_told_to(tmp_path, mon
     assert checkpoint_defect(run.folder / f"checkpoint-{run.steps()[-1]}") is None
 
 
+# A reward that is lost, of all completions of a step at once.
+LOST = """
+def reward(completions, trainer_state, **kwargs):
+    return [float(trainer_state.global_step < 24) + row % 2 / 10 for row in range(len(completions))]
+"""
+
+
+def test_the_way_back_from_a_collapse_is_said_once_by_two_processes(tmp_path):
+    (tmp_path / "lost.py").write_text(LOST)
+    options = {"collapse_alarm": "stop", "rewards": "lost.reward", "save_steps": 3, "save_strategy": "steps"}
+    options |= {"per_device_train_batch_size": 8, "save_total_limit": 20, "max_steps": 60}
+    with started(tmp_path / "run", launcher=TWO_PROCESSES, **options) as run:
+        assert run.wait() == 1
+    ends = re.findall("error: the collapse alarm stopped the run .*", run.output)
+    assert len(ends) == 1
+    assert re.search(r"resume_from_checkpoint='.*/checkpoint-\d+'", ends[0])
+
+
 def test_a_finished_run_says_so_and_stays_as_it_is(tmp_path, launch, capsys):
     options = {"output_dir": tmp_path / "run", "max_steps": 2, "eval_size": 16, "resume_from_checkpoint": "auto"}
     options |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
