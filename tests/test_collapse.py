@@ -261,7 +261,7 @@ def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
     # Step 9 was sampled by the weights after step 8. 6 is the newest checkpoint from before the trouble.
     assert callback.last_good == str(tmp_path / "checkpoint-6")
     assert f"resume_from_checkpoint={callback.last_good!r}" in caplog.text
-    assert [*checkpoints(tmp_path)] == [12, 6]
+    assert [*checkpoints(tmp_path)] == [12, 9, 6]  # of 9 nothing is known yet
     assert (tmp_path / "run.png").is_file()
     assert not (tmp_path / "deployment").exists()
     state = dict(facts_table(read_run(tmp_path)).rows)["state"]
@@ -274,6 +274,16 @@ def test_a_stop_names_the_last_good_checkpoint(tmp_path, caplog):
     assert (again.state.global_step, alarm.stopped) == (20, None)
     # Its own λ and optimizer go on, as from the checkpoint itself: the first 6 rows are the first run's.
     assert logged(again, "lagrangian/lambda")[:6] == logged(trainer, "lagrangian/lambda")[:6]
+
+
+def test_a_good_checkpoint_stays_that_is_known_to_be_good_late(tmp_path):
+    """With one checkpoint a step and one to keep: that a step was well is known two steps later."""
+    trainer = make_trainer(tmp_path, save_steps=1, save_total_limit=1)
+    callback = add_alarm(trainer, stop=True)
+    trainer.train()
+    assert callback.stopped.sound_until == 7
+    assert callback.last_good == str(tmp_path / "checkpoint-5")
+    assert len(checkpoints(tmp_path)) == 3
 
 
 @pytest.mark.long

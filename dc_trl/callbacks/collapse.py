@@ -216,7 +216,8 @@ class CollapseAlarmCallback(TrainerCallback):
     `collapse/<signal>` at its step, in a row of its own. Use `logging_steps=1`: windows count logs.
 
     With `stop=True`, an alarm also ends training, and names the newest checkpoint from before the trouble. Our trainer
-    keeps that one whatever `save_total_limit` says. `no_signal` does not stop a run, since it harms no weights.
+    keeps that one whatever `save_total_limit` says, and the next one, which may become it. `no_signal` does not stop a
+    run, since it harms no weights.
 
     Args:
         stop (`bool`, defaults to `False`): whether an alarm ends training.

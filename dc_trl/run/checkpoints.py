@@ -39,13 +39,14 @@ class Checkpoints(TrainerCallback):
 
     Attributes:
         soundness (`Soundness`): keeps what is saved finite.
-        sound_until (`int`): step until which a watcher, such as the collapse alarm, has found nothing wrong. The
-            newest checkpoint from before it is never removed. 0: no step is known to be well, or nobody watches.
+        sound_until (`int` or `None`): step until which a watcher, such as the collapse alarm, has found nothing wrong;
+            0 if no step is known to be well, and None if nobody watches. The newest checkpoint from before it stays,
+            and so does the oldest of the others, which takes its place once it is known to be well.
     """
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
-        self.sound_until = 0
+        self.sound_until: int | None = None
         self.begin_training()
         trainer.add_callback(self)
 
@@ -183,8 +184,10 @@ class Checkpoints(TrainerCallback):
     def _remove_oldest(self, found: dict[int, Path], limit: int) -> None:
         """Remove the oldest checkpoints beyond a limit, but not the newest, the best and the last good one."""
         best = self._trainer.state.best_model_checkpoint
-        good = [step for step in found if step < self.sound_until]
-        spared = {max(found), *good[:1], *(step for step, each in found.items() if best and each == Path(best))}
+        spared = {max(found), *(step for step, each in found.items() if best and each == Path(best))}
+        if (sound := self.sound_until) is not None:
+            good, unknown = [step for step in found if step < sound], [step for step in found if step >= sound]
+            spared |= {*good[:1], *unknown[-1:]}
         for step in sorted(found.keys() - spared)[: max(0, len(found) - limit)]:
             shutil.rmtree(found[step], ignore_errors=True)
 
