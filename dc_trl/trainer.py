@@ -465,7 +465,7 @@ class DCGRPOTrainer(GRPOTrainer):
                     self.sampler.start_again()  # vLLM still holds the last weights
                 if self.exports_at_end:
                     self.deployment.export(self.args.output_dir)
-                verdict = verdict_of(Run("", self.state.log_history, vars(self.args)))
+                verdict = verdict_of(Run("", self.state.log_history))
                 self.accelerator.print(*verdict.lines, sep="\n")
                 return output
         finally:

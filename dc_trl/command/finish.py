@@ -125,7 +125,7 @@ def summarize(trainer: DCGRPOTrainer) -> None:
     args, state = trainer.args, trainer.state
     engine = ", ".join(filter(None, ["vLLM" if args.use_vllm else None, args.deployment_scheme])) or "model.generate"
     deployed = trainer.checkpoints.policy_step
-    logged = Run("", [row for row in state.log_history if row["step"] <= deployed], vars(args))
+    logged = Run("", [row for row in state.log_history if row["step"] <= deployed])
     tokens, seconds = state.num_input_tokens_seen, sum(trainer.clock.seconds().values())
     rows = [["tokens sampled and read", "", f"{tokens:,}"], ["training seconds", "", f"{seconds:.0f}"]]
     verdict = verdict_of(logged)
