@@ -56,7 +56,7 @@ def show_lines(
             table = comparison_table(found, others[index])
             parts.append(_show(f"{name}, compared", table, range(len(table[0]))))
     # All of the study's pairs, whichever sweeps are shown: those of a family are corrected together.
-    pairs = pairs_table(lines_of_sweeps(load_study(folder), lines))
+    pairs = pairs_table(lines_of_sweeps(load_study(folder, (), seeds), lines))
     if pairs[1]:
         parts.append(_show("pairs", pairs, range(len(pairs[0]))))
     draw_mismatch(lines, output / "mismatch.png")
@@ -78,10 +78,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("build/study"), help="(default: build/study)")
     parser.add_argument("--only", nargs="+", default=[], metavar="SWEEP", help="names of sweeps")
     parser.add_argument("--study", type=Path, default=SWEEPS, help="folder of sweep files (default: the study's own)")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="SEED", help="in place of those of the sweeps")
     parser.add_argument("--against", type=Path, metavar="LINES", help="raw lines of another study to compare with")
     args = parser.parse_args()
     with refused_in_one_line():
-        show_lines(args.lines, args.output, args.study, args.only, against=args.against)
+        show_lines(args.lines, args.output, args.study, args.only, args.seeds, args.against)
 
 
 if __name__ == "__main__":
