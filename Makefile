@@ -144,15 +144,17 @@ tiny-model: $(READY)
 real-model: runs/real_model
 
 # What an interrupted command leaves has another name, so that the next one makes it anew.
+define MADE_WHOLE
+rm -rf $@.partial
+$(BIN)/python $(1) --output_dir $@.partial
+mv $@.partial $@
+endef
+
 runs/real_model: | $(READY)
-	rm -rf $@.partial
-	$(BIN)/python scripts/real_model.py --output_dir $@.partial
-	mv $@.partial $@
+	$(call MADE_WHOLE,scripts/real_model.py)
 
 runs/sequences: | runs/real_model
-	rm -rf $@.partial
-	$(BIN)/python scripts/study/sequences.py --model runs/real_model --output_dir $@.partial
-	mv $@.partial $@
+	$(call MADE_WHOLE,scripts/study/sequences.py --model runs/real_model)
 
 real-quickstart: runs/sequences
 	$(TRAIN) --config configs/smollm2_sequences.yaml \

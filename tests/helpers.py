@@ -336,6 +336,20 @@ PENALTIES = {
 }
 
 
+def best_at_the_first_step() -> dict[str, Any]:
+    """Options of a run of three steps, with a checkpoint and an evaluation of each, whose reward falls from the first
+    on, and which loads its best weights at the end."""
+    calls = []
+
+    def falling(completions: list[Any], **kwargs: Any) -> list[float]:
+        calls.append(completions)
+        return [index % 2 - float(len(calls)) for index in range(len(completions))]
+
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    steps = {"max_steps": 3, "save_steps": 1, "eval_steps": 1}
+    return best | steps | {"reward": falling, "eval_dataset": make_prompts(4)}
+
+
 def draw_completion(rng: random.Random, longest: int) -> tuple[list[int], list[float]]:
     """Tokens with an end token behind them, and a log-probability of each."""
     length = rng.randint(1, longest)

@@ -24,6 +24,7 @@ from . import helpers
 from .helpers import (
     TINY_MODEL,
     TWO_EXPERTS,
+    best_at_the_first_step,
     files_in,
     make_model,
     make_prompts,
@@ -131,15 +132,7 @@ def test_the_callback_for_checkpoints_exports_each(tmp_path):
 
 
 def test_the_best_weights_are_exported_as_those_of_their_step(tmp_path, capsys):
-    calls = []
-
-    def falling(completions, **kwargs):
-        calls.append(completions)
-        return [index % 2 - float(len(calls)) for index in range(len(completions))]
-
-    options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
-    options |= {"reward": falling, "max_steps": 3, "save_steps": 1, "eval_steps": 1, "eval_dataset": make_prompts(4)}
-    trainer = make_trainer(tmp_path, **options)
+    trainer = make_trainer(tmp_path, **best_at_the_first_step())
     trainer.add_callback(DeploymentCheckpointCallback(trainer))
     trainer.train()
     contracts = [read_json(tmp_path / name / "deployment" / "dc_trl.json") for name in (".", "checkpoint-1")]

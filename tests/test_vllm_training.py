@@ -40,12 +40,12 @@ from .helpers import (
     assert_finite,
     assert_same_tensors,
     at_server,
+    best_at_the_first_step,
     completion_logits,
     files_in,
     logged,
     make_experts,
     make_model,
-    make_prompts,
     make_tokenizer,
     read_json,
     refuses,
@@ -103,15 +103,7 @@ def test_the_lag_is_what_the_weights_did_whatever_the_server_computes(fp8_server
 
 
 def test_the_best_weights_reach_the_server_when_they_are_loaded_at_the_end(fp8_server, tmp_path):
-    calls = []
-
-    def falling(completions, **kwargs):
-        calls.append(completions)
-        return [index % 2 - float(len(calls)) for index in range(len(completions))]
-
-    options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
-    options |= {"reward": falling, "max_steps": 3, "learning_rate": 3e-3, "eval_dataset": make_prompts(4)}
-    trainer = make_trainer(fp8_server.url, tmp_path, save_steps=1, eval_steps=1, **options)
+    trainer = make_trainer(fp8_server.url, tmp_path, learning_rate=3e-3, **best_at_the_first_step())
     trainer.train()
     assert trainer.state.best_global_step == 1
     trainer.evaluate()

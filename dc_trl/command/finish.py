@@ -21,7 +21,6 @@ from ..records.runs import (
     MEASURED,
     SETTINGS_FILE,
     SUMMARY_FILE,
-    Run,
     outcome,
     read_summary,
     run_ended,
@@ -125,7 +124,7 @@ def summarize(trainer: DCGRPOTrainer) -> None:
     args, state = trainer.args, trainer.state
     engine = ", ".join(filter(None, ["vLLM" if args.use_vllm else None, args.deployment_scheme])) or "model.generate"
     deployed = trainer.checkpoints.policy_step
-    logged = Run("", [row for row in state.log_history if row["step"] <= deployed])
+    logged = trainer.checkpoints.policy_run
     tokens, seconds = state.num_input_tokens_seen, sum(trainer.clock.seconds().values())
     rows = [["tokens sampled and read", "", f"{tokens:,}"], ["training seconds", "", f"{seconds:.0f}"]]
     verdict = verdict_of(logged)

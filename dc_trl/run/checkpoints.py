@@ -21,8 +21,8 @@ from transformers import TrainerCallback
 
 from ..files import read_object, replace_folder_link, write_json
 from ..records.clock import OTHER
-from ..records.runs import TRAINER_STATE_FILE
-from .manifest import STATE_FILE, checkpoints, way_back, write_manifest
+from ..records.runs import Run
+from .manifest import STATE_FILE, checkpoints, step_of, way_back, write_manifest
 from .soundness import Soundness
 
 
@@ -65,10 +65,14 @@ class Checkpoints(TrainerCallback):
         """Optimizer step of the present weights, which `load_best_model_at_end` brings back to an earlier one."""
         return self._trainer.state.global_step if self._best is None else self._best
 
+    @property
+    def policy_run(self) -> Run:
+        """The run as it was logged until the step of the present weights."""
+        return Run("", [row for row in self._trainer.state.log_history if row["step"] <= self.policy_step])
+
     def best_is_loaded(self) -> None:
         """Note that the trainer has the weights of its best checkpoint."""
-        best = self._trainer.state.best_model_checkpoint
-        self._best = read_object(Path(best, TRAINER_STATE_FILE))["global_step"]
+        self._best = step_of(self._trainer.state.best_model_checkpoint)
 
     # --- a step that failed -----------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from ..quantization.policy import base_model, unwrapped
 from ..quantization.schemes import require_served_scheme
 from ..quantization.tensors import deployed_tensors, policy_tensors, require_merged_form
 from ..records.estimators import recent_mean
-from ..records.runs import DEPLOYMENT_FOLDER, Run
+from ..records.runs import DEPLOYMENT_FOLDER
 from ..settings.paths import serve_line
 
 
@@ -79,12 +79,12 @@ class Deployment:
 
     def _facts(self) -> dict[str, Any]:
         """Return what the contract of a deployed checkpoint says of the run; None for what was not measured."""
-        trainer, step = self._trainer, self._trainer.checkpoints.policy_step
-        history = Run("", [row for row in trainer.state.log_history if row["step"] <= step])
+        trainer = self._trainer
+        history = trainer.checkpoints.policy_run
         return {
             "base_model": trainer.args.hub_base_model_id or base_model(self._policy).config.name_or_path or None,
             **dict(zip(("engine", "engine_version", "kv_cache_dtype"), trainer.sampler.identity, strict=True)),
-            "step": step,
+            "step": trainer.checkpoints.policy_step,
             "discrepancy": recent_mean(history.series("discrepancy/mean").values),
             "k3_kl": recent_mean(history.series("discrepancy/k3_kl").values),
         }

@@ -108,6 +108,11 @@ def checkpoints(output_dir: str | PathLike[str]) -> dict[int, Path]:
     return dict(sorted(found.items(), reverse=True))
 
 
+def step_of(checkpoint: str) -> int:
+    """Return the optimizer step whose weights a checkpoint has."""
+    return read_object(Path(checkpoint, TRAINER_STATE_FILE))["global_step"]
+
+
 def checkpoint_defect(folder: Path, contents: bool = True) -> str | None:
     """Return why training cannot resume exactly from a checkpoint (a file is missing, cut short or damaged), or None.
 

@@ -6,17 +6,15 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
 
-from ..files import lock_output, read_object
-from ..records.runs import TRAINER_STATE_FILE
+from ..files import lock_output
 from ..serving.errors import ServerError
 from .history import HistoryCallback
 from .interruption import RunInterrupted, StopSignals
-from .manifest import on_main_process, resumable_checkpoint, set_aside_later
+from .manifest import on_main_process, resumable_checkpoint, set_aside_later, step_of
 from .resuming import require_loadable
 from .soundness import DivergedError
 
@@ -57,7 +55,7 @@ class TrainingRun:
             self._resumed_at = None
             checkpoint = on_main_process(open_output)
             if checkpoint is not None:
-                self._resumed_at = read_object(Path(checkpoint, TRAINER_STATE_FILE))["global_step"]
+                self._resumed_at = step_of(checkpoint)
             trainer.checkpoints.begin_training()
             try:
                 with self._end_recorded():

@@ -252,7 +252,7 @@ class ServerGeneration(_DeployedGeneration):
                 policy = unwrapped(self.accelerator, self.model)
                 rank = require_adapter_beside(policy) if self._beside else 0
                 self.vllm_client: Any = connect(self._args, policy.config, self.weight_sync, rank)
-                context = min(server.context for server in self.vllm_client.servers)
+                context = self.vllm_client.common_context
                 client = self.vllm_client.servers[0]
                 self.identity = ("vllm", client.vllm, client.kv_cache_dtype)
                 if self.weight_sync == "checkpoint":

@@ -169,6 +169,11 @@ class RolloutClient(VLLMClient):
             )
         return super().image_features(images, *args, **kwargs)
 
+    @property
+    def common_context(self) -> float:
+        """The largest number of tokens of prompt and completion together that each of the servers takes."""
+        return min(server.context for server in self.servers)
+
     def load(self, weights: Weights) -> None:
         """Load weights from their checkpoint, unless they are there; later rollouts use these weights.
 
@@ -199,7 +204,7 @@ class RolloutClient(VLLMClient):
         if path != "/v1/completions":
             return self.connection.request("POST", path, **kwargs)
         # Each prompt is a separate request, since only a request can have a seed.
-        requests, context = self.seeds.requests(kwargs["json"]), min(server.context for server in self.servers)
+        requests, context = self.seeds.requests(kwargs["json"]), self.common_context
         for request in requests:
             (prompt,) = request["prompt"]
             if not isinstance(prompt, str):  # a later turn has less room, and vLLM refuses more than there is
