@@ -38,6 +38,7 @@ from .gate.loaded_policy import Limits, require_fit, require_read, within_server
 from .grading.totals import finite_totals
 from .parts import parts_of
 from .parts.part import Parts, Rollout, Scores
+from .processes import on_main_process
 from .quantization.policy import unwrapped
 from .records.clock import EVALUATION, OTHER, PREFIX, PartsClock
 from .records.runs import DEPLOYMENT_FOLDER, Run
@@ -45,7 +46,6 @@ from .records.verdict import NOT_MEASURED, first_batch, verdict_of
 from .run.checkpoints import Checkpoints
 from .run.history import HistoryCallback
 from .run.hub import CARD_FILE, HubClient, complete_card, hub_dataset, without_token
-from .run.manifest import on_main_process
 from .run.progress import BRIEF
 from .run.resuming import given_rates, load_saved_weights, own_adapters, position_in_data
 from .run.training_run import TrainingRun

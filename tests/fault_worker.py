@@ -7,6 +7,7 @@ main process writes `seen.json` into the folder, with what each process saw.
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -14,8 +15,8 @@ import torch
 from accelerate.utils import gather_object
 from trl.generation import vllm_client
 
+from dc_trl import DCGRPOTrainer
 from dc_trl.quantization.checkpoint import CheckpointWriter
-from dc_trl.sampling.vllm_backends import ServerGeneration
 from dc_trl.serving.errors import ServerError
 
 from .distribution_worker import Known
@@ -53,26 +54,41 @@ class Stream:
             self.taken[name] = tensor.clone()
 
 
-def sharded_generation() -> ServerGeneration:
-    """The engine of a run that FSDP2 has sharded, and that has moved nothing; it sends weights as on GPUs."""
+def sharded_trainer() -> DCGRPOTrainer:
+    """The trainer of a run that FSDP2 has sharded, and that has moved nothing; it sends weights as on GPUs."""
     fields = at_server(URL) | {"per_device_train_batch_size": 4, "learning_rate": 0.0, "max_steps": 1}
     trainer = make_trainer(FOLDER, make_model(64), kind=Known, vllm_max_retries=0, **fields)
     trainer.train()
     trainer.vllm_generation.weight_sync = "nccl"
-    return trainer.vllm_generation
+    return trainer
+
+
+def broken_write(fault: Exception, tensors, *args) -> int:
+    """Stands for `CheckpointWriter.write`: it fails after some of the weights."""
+    for _ in range(3):
+        next(tensors)
+    raise fault
+
+
+def broken_files(trainer) -> list[str]:
+    """What an export to a full disk and weights that are gone end with."""
+    write, ends = CheckpointWriter.write, []
+    CheckpointWriter.write = partial(broken_write, OSError(28, "No space left on device"))
+    for act in (trainer.save_deployment, trainer.vllm_generation.load_weights):
+        try:
+            act(Path(FOLDER, "gone"))
+        except OSError as error:
+            ends.append(str(error))
+    CheckpointWriter.write = write
+    return ends
 
 
 def broken_writes(generation) -> list[str]:
     """What each of three checkpoints ended with, of which the process that writes fails in the first two."""
     write, ends = CheckpointWriter.write, []
 
-    def broken(writer, tensors, folder) -> int:
-        for _ in range(3):
-            next(tensors)
-        raise fault
-
     for fault in (torch.OutOfMemoryError("CUDA out of memory"), OSError(28, "No space left on device"), None):
-        CheckpointWriter.write = write if fault is None else broken
+        CheckpointWriter.write = write if fault is None else partial(broken_write, fault)
         generation._begin_version()
         try:
             generation._write()
@@ -111,9 +127,10 @@ def broken_streams(generation) -> list[list[str]]:
 
 def main() -> None:
     hung = hung_rollout()
-    generation = sharded_generation()
-    ends = broken_streams(generation)
-    seen = gather_object([{"hung": hung, "ends": ends, "writes": broken_writes(generation)}])
+    trainer = sharded_trainer()
+    generation = trainer.vllm_generation
+    ends, files = broken_streams(generation), broken_files(trainer)
+    seen = gather_object([{"hung": hung, "ends": ends, "files": files, "writes": broken_writes(generation)}])
     if generation.accelerator.is_main_process:
         Path(FOLDER, "seen.json").write_text(json.dumps(seen))
     time.sleep(1)  # see scripts/train.py: gloo's thread lets go of the last gather

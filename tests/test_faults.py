@@ -51,6 +51,13 @@ def test_a_checkpoint_that_one_process_cannot_write_is_an_error_on_both_and_hang
 
 
 @pytest.mark.long
+def test_an_export_and_weights_that_fail_on_one_process_are_an_error_on_both_and_hang_neither(seen):
+    export, weights = seen["files"]
+    assert os.strerror(errno.ENOSPC) in export
+    assert os.strerror(errno.ENOENT) in weights
+
+
+@pytest.mark.long
 def test_a_server_that_hangs_is_given_up_before_the_other_process_stops_waiting(seen):
     assert all(words in seen["hung"] for words in ("/v1/completions", "ddp_timeout", "same command"))
 

@@ -28,7 +28,7 @@ FLOORS = [
     ["records"],
     ["constraint", "grading"],
     ["sampled_tokens", "settings"],
-    ["files", "secrets", "version"],
+    ["files", "processes", "secrets", "version"],
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(reversed(FLOORS)) for room in rooms}
 # Rooms that read numbers and files: they have to start in a moment, and on machines without an engine.

@@ -36,8 +36,9 @@ from ..files import read_object, write_json
 from ..gate.before_loading import require_startable
 from ..gate.loaded_policy import limits_of, require_same_logits, require_trainable
 from ..grading.checked_reward import checked_reward
+from ..processes import on_main_process
 from ..quantization.policy import base_model
-from ..run.manifest import STATE_FILE, on_main_process, resumable_checkpoint, write_manifest
+from ..run.manifest import STATE_FILE, resumable_checkpoint, write_manifest
 from ..run.resuming import given_rates, load_saved_weights
 from ..run.soundness import Soundness
 from ..sampled_tokens import SampledTokens, bounded_log_ratio

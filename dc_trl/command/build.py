@@ -18,11 +18,12 @@ from ..config import DCGRPOConfig
 from ..files import lock_output
 from ..gate.before_loading import require_runnable
 from ..grading.rewards import get_reward
+from ..processes import on_main_process
 from ..records.runs import DEPLOYMENT_FOLDER, HISTORY_FILE, SUMMARY_FILE, changed_settings, read_history
 from ..run.deployment import DeploymentCheckpointCallback
 from ..run.history import HistoryCallback
 from ..run.hub import WEIGHTS, HubClient
-from ..run.manifest import checkpoints, on_main_process, resumable_checkpoint, set_aside_later
+from ..run.manifest import checkpoints, resumable_checkpoint, set_aside_later
 from ..run.progress import ConstraintProgressCallback
 from ..serving.fit import ROUTES_OPTION
 from ..serving.server import serve

@@ -14,6 +14,7 @@ from ..callbacks.collapse import CollapseAlarmCallback
 from ..data.sources import DAPO
 from ..files import write_json
 from ..grading.checked_reward import RewardError
+from ..processes import on_main_process
 from ..records.runs import (
     DEPLOYMENT_FOLDER,
     FIGURE_FILE,
@@ -29,7 +30,7 @@ from ..records.tables import print_table
 from ..records.verdict import verdict_of
 from ..run.hub import CARD_FILE, HubError, run_files
 from ..run.interruption import RunInterrupted, StopSignals
-from ..run.manifest import checkpoints, on_main_process
+from ..run.manifest import checkpoints
 from ..run.soundness import DivergedError
 from ..serving.errors import ServerError
 from ..settings.paths import serve_line

@@ -16,6 +16,7 @@ from ..config import DCGRPOConfig
 from ..data.prompts import ends_with_answer, require_messages
 from ..grading.checked_reward import excerpt, require_callable, reward_name
 from ..grading.rewards import REWARDS
+from ..processes import raised_together
 from ..quantization.adapter import require_adapter_beside
 from ..quantization.policy import base_model
 from ..settings.distribution import require_whole_models, sharding_of
@@ -302,7 +303,7 @@ def _require_servers(args: DCGRPOConfig, config: PretrainedConfig) -> None:
     Every process has to call it. `ServerGeneration` makes the checks that need the loaded model, and those of the
     weight stream's connections.
     """
-    from ..sampling.vllm_backends import connect, needs_checkpoint, raised_together
+    from ..sampling.vllm_backends import connect, needs_checkpoint
     from ..serving.errors import ServerError
 
     weight_sync: str = args.weight_sync

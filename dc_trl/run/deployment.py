@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..files import set_aside
+from ..processes import raised_together
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import base_model, unwrapped
 from ..quantization.schemes import require_served_scheme
@@ -43,15 +44,18 @@ class Deployment:
             tensors = deployed_tensors(trainer.accelerator, trainer.model, gathered_by_trl)
         else:
             tensors = policy_tensors(beside, adapters=False)
-        if trainer.accelerator.is_main_process:
-            folder = Path(directory).absolute()  # a link in its place is not followed
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            if not (folder / "config.json").is_file():
-                for kept in set_aside([folder]).values():
-                    logger.warning(f"{folder} holds no deployed checkpoint and is kept as {kept.name}.")
-            self._writer.write(tensors, folder, self._facts(), beside)
-        for _ in tensors:
-            pass  # takes part in gathering
+        with raised_together(OSError):
+            try:
+                if trainer.accelerator.is_main_process:
+                    folder = Path(directory).absolute()  # a link in its place is not followed
+                    folder.parent.mkdir(parents=True, exist_ok=True)
+                    if not (folder / "config.json").is_file():
+                        for kept in set_aside([folder]).values():
+                            logger.warning(f"{folder} holds no deployed checkpoint and is kept as {kept.name}.")
+                    self._writer.write(tensors, folder, self._facts(), beside)
+            finally:
+                for _ in tensors:
+                    pass  # takes part in gathering
 
     def export(self, directory: str | os.PathLike[str]) -> None:
         """Save into the folder of a run, and say how to serve it."""

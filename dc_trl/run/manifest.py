@@ -7,14 +7,10 @@ checkpoint. The hashes find damage, not forgery: XXH3 is faster than any disk.
 import hashlib
 import re
 import shlex
-from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import TypeVar
 
 import xxhash
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
@@ -26,26 +22,7 @@ from ..settings.fields import Range
 STATE_FILE = "dc_grpo_state.json"
 MANIFEST_FILE = "manifest.json"
 
-Result = TypeVar("Result")
-
 logger = logging.get_logger(__name__)
-
-
-def on_main_process(action: Callable[[], Result]) -> Result:
-    """Run an action on the main process; return its result, or raise its `ValueError`, on all processes."""
-    outcome: list = [None, None]
-    state = PartialState()
-    if state.is_main_process:
-        try:
-            outcome[0] = action()
-        except ValueError as error:
-            outcome[1] = str(error)
-    if state.num_processes > 1:
-        broadcast_object_list(outcome)
-    result, refusal = outcome
-    if refusal is not None:
-        raise ValueError(refusal)
-    return result
 
 
 def resumable_checkpoint(wanted: str | PathLike[str] | bool | None, output_dir: str | PathLike[str]) -> str | None:

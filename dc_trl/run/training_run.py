@@ -11,10 +11,11 @@ from typing import Any
 from accelerate.logging import get_logger
 
 from ..files import lock_output
+from ..processes import on_main_process
 from ..serving.errors import ServerError
 from .history import HistoryCallback
 from .interruption import RunInterrupted, StopSignals
-from .manifest import on_main_process, resumable_checkpoint, set_aside_later, step_of
+from .manifest import resumable_checkpoint, set_aside_later, step_of
 from .resuming import require_loadable
 from .soundness import DivergedError
 

@@ -14,10 +14,11 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from ..files import read_object, write_text
+from ..processes import agree, raised_together
 from ..serving.background import in_thread
 from ..serving.completions import EndToken, ended
 from ..serving.errors import ServerError
-from .vllm_backends import Generation, ServerGeneration, agree, raised_together
+from .vllm_backends import Generation, ServerGeneration
 
 
 class BackgroundRollout:

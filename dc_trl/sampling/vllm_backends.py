@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
@@ -26,6 +26,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 
 from ..files import locked_folder
+from ..processes import agree, raised_together
 from ..quantization.adapter import require_adapter_beside, write_adapter
 from ..quantization.checkpoint import CheckpointWriter
 from ..quantization.policy import empty_copy, unwrapped
@@ -135,10 +136,10 @@ class _DeployedGeneration(Generation):
     def load_weights(self, directory: Path) -> None:
         """Load a checkpoint that `save_weights` has copied into the engine. Every process has to call it."""
         self._begin_version()
-        if self._writes:
-            self._remove_checkpoints()
-            shutil.copytree(directory, self.checkpoint)
-        self.accelerator.wait_for_everyone()
+        with raised_together(OSError):
+            if self._writes:
+                self._remove_checkpoints()
+                shutil.copytree(directory, self.checkpoint)
         self._load()
 
     @property
@@ -473,11 +474,6 @@ def needs_checkpoint(args: Any, device: torch.device) -> bool:
     return several or quantized or args.lora_deployment == "adapter" or device.type != "cuda"
 
 
-def agree(value: Any) -> Any:
-    """Return the main process's value on all processes. Every process has to call it."""
-    return broadcast_object_list([value])[0]
-
-
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Keep Python's garbage collector from going over a batch's lists again and again while they are made."""
@@ -488,16 +484,3 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-@contextmanager
-def raised_together(*errors: type[Exception]) -> Iterator[None]:
-    """Raise these errors of the block on any process on all processes, so that none waits for another."""
-    failure = None
-    try:
-        yield
-    except errors as error:
-        failure = error
-    messages = gather_object([] if failure is None else [str(failure)])
-    if messages:
-        raise failure or ServerError(messages[0])
