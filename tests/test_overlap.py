@@ -341,6 +341,26 @@ def test_a_server_lost_while_it_samples_ahead_ends_the_run_as_when_it_is_asked(t
     assert logged(resumed, "sync/age") == [0, 1, 1, 1, 1, 1]
 
 
+@requires_vllm
+def test_a_lost_batch_is_sampled_anew_where_an_evaluation_has_brought_other_weights(tmp_path):
+    options = {"vllm_max_retries": 0, "max_steps": 6, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+
+    def evaluated(state, **kwargs):
+        if state.global_step == 3:
+            server.down = False
+            trainer.deployed_completion_ids([[20, 21, 22]])
+
+    with standing_in(shortest=1) as server:
+        trainer = make_trainer(server.url, tmp_path, GoDown(server, 2), On("on_step_end", evaluated), **options)
+        with refuses(ServerError, "checkpoint-3'"):
+            trainer.train()
+        checkpoint = tmp_path / "checkpoint-3"
+        assert read_json(checkpoint / "dc_grpo_state.json")["rollout_ahead"] is None
+        resumed = make_trainer(server.url, tmp_path, **options)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert logged(resumed, "sync/age") == [0, 1, 1, 0, 1, 1]
+
+
 class Ready(TrainerCallback):
     """A step that ends when the batch ahead, one request, has been sampled; then the server may go down."""
 

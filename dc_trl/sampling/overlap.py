@@ -124,10 +124,11 @@ class OverlappedSampler(LaggingSampler):
     def save(self, folder):
         """Save as `LaggingSampler.save` does, with the batch ahead once it is sampled.
 
-        If that batch could not be sampled, the resumed run samples it, with the weights of its turn.
+        If that batch could not be sampled, the resumed run samples it, with the weights of its turn while they are
+        there: an evaluation may have brought newer ones.
         """
         state, files = super().save(folder), (Path(folder, AHEAD_FILE), Path(folder, SAMPLER_FOLDER))
-        if self._ahead_of is not None and self._engine.save_ahead(*files):
+        if self._ahead_of is not None and self._engine.save_ahead(*files, held=self._held == self._ahead_of):
             state["rollout_ahead"] = {"weights_of_step": self._ahead_of, "engine": self._engine_name}
         return state
 

@@ -174,12 +174,19 @@ class OverlappedGeneration(ServerGeneration):
         self.wait()
         self.ahead, self._claimed = None, False
 
-    def save_ahead(self, path: Path, weights: Path) -> bool:
-        """Save the batch ahead or, if it failed, its request and weights; return whether. All processes call it."""
+    def save_ahead(self, path: Path, weights: Path, held: bool) -> bool:
+        """Save the batch ahead or, if it failed, its request and weights; return whether. All processes call it.
+
+        Args:
+            path: file of the batch.
+            weights: folder of its weights, which may have been saved already.
+            held: whether the server still holds these weights.
+        """
         self.wait()
         ahead = self.ahead
-        begun, sampled = agree((ahead is not None, ahead is not None and ahead.output is not None))
-        saved = sampled or (begun and self.weight_sync == "checkpoint")
+        sampled = ahead is not None and ahead.output is not None
+        known = ahead is not None and self.weight_sync == "checkpoint" and (held or weights.exists())
+        saved = agree(sampled or known)
         if saved and ahead is not None:
             ahead.save(path)
             if not sampled and not weights.exists():
