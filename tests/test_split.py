@@ -190,6 +190,10 @@ def test_dropout_would_be_taken_for_a_lag(tmp_path):
         tiny(tmp_path, discrepancy_split=True, peft_config=adapter)
     tiny(tmp_path, discrepancy_split=True, peft_config=adapter, disable_dropout=True)
     tiny(tmp_path, discrepancy_split=True, peft_config=adapter, weight_sync_steps=1)
+    with pytest.raises(ValueError, match=r"dropout=0\.2 in '.*self_attn.*attention_dropout=0 in model_init_kwargs"):
+        make_trainer(
+            tmp_path, make_model(attention_dropout=0.2), deployment_scheme="fp8", weight_sync_steps=3, recipe="lag"
+        )
 
 
 @pytest.mark.parametrize("fails_at", [0, 3, None], ids=["first", "fourth", "forward"])

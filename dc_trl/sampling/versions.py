@@ -71,10 +71,14 @@ class SamplerWeights:
 
     def __init__(self, policy: nn.Module, versions: int):
         for name, module in policy.named_modules():
-            if isinstance(module, nn.Dropout) and module.p > 0:
+            if isinstance(module, nn.Dropout):
+                rate, remedy = module.p, "disable_dropout=True, or lora_dropout=0 in peft_config"
+            else:  # attention drops out by a function, which TRL's `disable_dropout` leaves on
+                rate, remedy = vars(module).get("attention_dropout", 0.0), "attention_dropout=0 in model_init_kwargs"
+            if rate > 0:
                 raise ValueError(
-                    f"model has dropout={module.p:g} in {name!r}: two forwards with the same weights differ, which "
-                    "would count as the sampler's lag. Set disable_dropout=True, or lora_dropout=0 in peft_config."
+                    f"model has dropout={rate:g} in {name!r}: two forwards with the same weights differ, which would "
+                    f"count as the sampler's lag. Set {remedy}."
                 )
         self._policy = policy
         self._count = versions
