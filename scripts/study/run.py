@@ -4,7 +4,8 @@
     make study ARGS="--only headline --seeds 0"            the outline of one: a quarter of an hour
     make study ARGS="--known docs/study.jsonl"             the runs that have no line there
 
-The same command goes on where a stopped or killed one was. A run that two sweeps ask for is made once.
+The same command goes on where a stopped or killed one was. A run that two sweeps ask for is made once. Its weights are
+removed once its line is written, because a hundred runs of SmolLM2 would fill 80 GB.
 """
 
 import argparse
@@ -62,6 +63,8 @@ def run_study(args: argparse.Namespace) -> list[Failure]:
     def keep(*done: Job) -> None:
         lines[:] = merged(lines, [read_run(job.folder, job.cell, job.seed) for job in done])
         write_lines(file, lines)
+        for weights in (file for job in done for file in job.folder.rglob("*.safetensors")):
+            weights.unlink()
 
     keep(*filter(is_done, jobs))
     waiting = [job for job in jobs if not is_done(job)]

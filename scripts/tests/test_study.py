@@ -834,6 +834,8 @@ def test_a_killed_study_goes_on_and_measures_both_policies(tmp_path):
         assert list(line.evaluations["trained_greedy"]) == [6, 12]
         assert len(line.curves["k3"]) == 12
     assert (tmp_path / "out" / "small.png").stat().st_size > 10_000
+    assert len(list((tmp_path / "out").glob("*/seed-0/summary.json"))) == 2
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
 
     # Elsewhere, with the lines alone: no run is made again, and the table is the same.
     known = [*command[:-1], tmp_path / "other", "--known", tmp_path / "out" / "lines.jsonl"]
