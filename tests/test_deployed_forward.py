@@ -278,10 +278,11 @@ def test_gradients_of_adapters_are_those_of_the_merged_weight():
     assert_same(ours, expected, tolerance=1e-5)
 
 
-def test_adapters_of_experts_are_merged():
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+def test_adapters_of_experts_are_merged(base):
     torch.manual_seed(0)
     targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-    policy = get_peft_model(make_experts(64), LoraConfig(r=4, init_lora_weights=False, **targets))
+    policy = get_peft_model(make_experts(64).to(base), LoraConfig(r=4, init_lora_weights=False, **targets))
     add_fused_lm_head(policy.get_base_model())
     samples = sampled(policy, "fp8", PROMPTS * 8, new_tokens=12)
     with DeployedForward(policy, "fp8").active():

@@ -10,6 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -326,14 +327,18 @@ class DeployedForward:
         state = [(each.data_ptr(), each._version) for each in tensors]
         known, value, scale = self._cache.get(identity, (None, None, None))
         fresh, deltas = known != state, []
-        if fresh or needed:
-            with torch.autocast(master.device.type, enabled=False):  # as in merging
+        if adapters and (fresh or needed):
+            # As in merging, in the widest dtype of the layer: PEFT rounds what it adds to experts to their weight's.
+            widest = reduce(torch.promote_types, (each.dtype for each in tensors))
+            layer.place({key: master.detach().to(widest)})
+            with torch.autocast(master.device.type, enabled=False):
                 deltas = [  # in the order in which merging adds them to W
                     adapter.get_delta_weight(name)
                     for adapter in adapters
                     for name in adapter.active_adapters
                     if name in adapter.lora_A or name in adapter.lora_embedding_A
                 ]
+            layer.take_back()
         if fresh:
             # Outside of inference mode: the value is cached, and a later forward may need gradients.
             with torch.inference_mode(False), torch.no_grad():
