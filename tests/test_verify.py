@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPTNeoXConfig
 
 from dc_trl import DeploymentCheckpointCallback
 from dc_trl.calibration.live_server import compare_hashes
@@ -28,6 +29,7 @@ from .helpers import (
     make_model,
     make_tokenizer,
     make_trainer,
+    random_model,
     read_json,
     refuses,
     tiny_model,
@@ -80,6 +82,13 @@ def test_a_replica_of_a_checkpoint_has_the_numbers_of_one_of_the_policy(tmp_path
     with torch.no_grad():
         read = Replica.of_checkpoint(deploy(model, scheme, tmp_path / "deployment"), scheme).model(ids).logits
         assert torch.equal(read, Replica(model, scheme).model(ids).logits)
+
+
+def test_an_output_head_that_a_published_checkpoint_calls_by_another_name_is_read(tmp_path):
+    """GPT-NeoX, as in Pythia: `embed_out` there is the module `lm_head`."""
+    model = random_model(GPTNeoXConfig, tie_word_embeddings=False)
+    read = Replica.of_checkpoint(deploy(model, "fp8", tmp_path / "deployment"), "fp8").model
+    assert torch.equal(read.lm_head.weight, model.lm_head.weight.bfloat16())
 
 
 def test_hashes_of_fused_transposed_and_padded_layers_are_the_checkpoints(tmp_path):

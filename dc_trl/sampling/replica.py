@@ -25,6 +25,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from ..quantization import attention
 from ..quantization.adapter import beside_base, lora_terms, require_adapter_beside
@@ -238,6 +239,12 @@ class Replica:
         with init_empty_weights():
             policy = AutoModelForCausalLM.from_config(config)
         policy.tie_weights()
+        # Some models' published checkpoints have other names than their modules, such as GPT-NeoX's output head.
+        names = {
+            next(iter(revert_weight_conversion(policy, {name: each}))): name
+            for name, each in policy.state_dict().items()
+        }
+        stored = {names.get(name, name): tensor for name, tensor in stored.items()}
         replica = cls(policy, scheme, torch.device("cpu"))
         if fused_experts(policy) or not stored.keys() >= {f"{name}_scale" for name in replica._quantized}:
             raise ValueError(f"{directory} holds experts, or is not in scheme={scheme!r}: give one of a dense model.")
