@@ -20,6 +20,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Gemma2Config,
     GenerationConfig,
+    GPT2Config,
     GptOssConfig,
     MiniMaxConfig,
     Qwen3Config,
@@ -28,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from dc_trl.quantization import attention
+from dc_trl.quantization.checkpoint import CheckpointWriter
 from dc_trl.quantization.deployed_forward import DeployedForward
 from dc_trl.quantization.fake_quantize import (
     ActivationQuantizer,
@@ -488,6 +490,14 @@ def test_experts_in_an_unknown_layout_are_refused_where_they_would_stay_unquanti
         Replica(policy, "fp8")
     with refuses(ValueError, "deployment_scheme='int4'", 48, "'fp8'"):
         Replica(make_experts(48), "int4")
+
+
+def test_a_model_in_which_nothing_would_be_quantized_is_refused():
+    """GPT-2's layers are transformers' own Conv1D: a policy in BF16 would be sampled and shipped by another name."""
+    policy = random_model(GPT2Config)
+    Replica(policy, "bf16")
+    with refuses(ValueError, "deployment_scheme='fp8'", "GPT2LMHeadModel", "'bf16'"):
+        CheckpointWriter(policy, "fp8")
 
 
 LINEAR_ATTENTION = {

@@ -127,8 +127,8 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
     The format of the KV cache is not part of it; see `quantizes_cache`.
 
     Raises:
-        ValueError: the name is unknown, the scheme's groups do not divide the width of a layer, or experts have an
-            unknown layout and would stay unquantized.
+        ValueError: the name is unknown, the scheme's groups do not divide the width of a layer, experts have an
+            unknown layout and would stay unquantized, or all layers would.
     """
     from compressed_tensors.compressors.format import infer_module_format
     from torch import nn
@@ -142,6 +142,11 @@ def resolve_scheme(name: str, model: PreTrainedModel) -> QuantizationScheme:
         raise ValueError("deployment_scheme='fp8_w8a16': vLLM loads no mixture of experts in it: use 'fp8'.")
     for layer, experts in fused_experts(model).items():
         _require_known_layout(name, layer, experts)
+    if not quantized_weights(model):
+        raise ValueError(
+            f"deployment_scheme={name!r} finds nothing to quantize in {type(model).__name__}, whose decoder has no "
+            "Linear layers, as that of GPT-2: use 'bf16'."
+        )
     widths = {key.removesuffix(".weight"): weight.shape[-1] for key, weight in quantized_weights(model).items()}
     if name == "int4" and (odd := [layer for layer, width in widths.items() if width % 128]):
         scheme.weights.group_size = 32
