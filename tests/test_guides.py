@@ -42,6 +42,21 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
+# --- the aligned forward in a loop of one's own
+
+
+def test_the_example_has_the_same_gradient_with_gradient_checkpointing():
+    (code,) = code_blocks((DOCS / "aligned.md").read_text(), "python")
+    ids, gradients = torch.arange(20, 40).view(2, 10), []
+    for checkpointing in (False, True):
+        policy = tiny_model().train()
+        if checkpointing:
+            policy.gradient_checkpointing_enable()
+        exec(code, {"policy": policy, "batch": {"input_ids": ids, "labels": ids}})
+        gradients.append(policy.model.layers[0].mlp.down_proj.weight.grad)
+    assert torch.equal(*gradients)
+
+
 # --- tools
 
 

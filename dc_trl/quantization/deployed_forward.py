@@ -220,7 +220,10 @@ class DeployedForward:
 
     @contextmanager
     def active(self, on: bool = True) -> Iterator[None]:
-        """Compute as the deployed policy within the context, or as the policy itself."""
+        """Compute as the deployed policy within the context, or as the policy itself.
+
+        With gradient checkpointing the backward pass computes layers again, so it has to run within the context too.
+        """
         before, self.enabled = self.enabled, on
         try:
             yield
