@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GenerationConfig, GraniteConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, GraniteConfig, OPTConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from dc_trl.data.arithmetic import arithmetic_dataset
@@ -13,7 +13,7 @@ from dc_trl.quantization.rounding import round_as_vllm
 from dc_trl.quantization.tensors import policy_tensors
 from dc_trl.sampling.replica import Replica
 
-from .helpers import make_experts, make_model, make_tokenizer, refuses, tiny_model
+from .helpers import make_experts, make_model, make_tokenizer, random_model, refuses, tiny_model
 from .test_replica import PROMPTS, by_hand
 
 
@@ -133,6 +133,17 @@ def test_nothing_is_left_of_the_mismatch_of_experts(scheme):
     apart = mean_gap(policy, *samples)
     with DeployedForward(policy, scheme).active():
         assert mean_gap(policy, *samples) <= 1e-5 < 5e-5 < apart
+
+
+def test_a_decoder_that_a_model_calls_past_its_backbone_computes_as_the_replica():
+    """OPT's own forward calls `model.decoder`, and never `model`."""
+    torch.manual_seed(0)
+    policy = random_model(OPTConfig, ffn_dim=64, word_embed_proj_dim=64).eval()
+    ids = torch.randint(2, 262, (3, 14))
+    with torch.no_grad():
+        expected = Replica(policy, "fp8").model(ids).logits
+        with DeployedForward(policy, "fp8").active():
+            assert torch.equal(policy(ids).logits, expected)
 
 
 class HandLinear(torch.nn.Linear):

@@ -257,7 +257,7 @@ class DeployedForward:
         # The output head is placed until the forward pass ends: TRL's fused head reads its weight from outside.
         forward = self
         autocasts: list[torch.autocast] = []
-        backbone = base.base_model
+        backbone = base.get_decoder()
         # Multimodal models count the positions of images by themselves.
         counts_positions = base.config.get_text_config() is base.config and (
             "position_ids" in inspect.signature(backbone.forward).parameters
