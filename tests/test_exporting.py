@@ -215,6 +215,14 @@ def test_what_cannot_be_exported_is_refused_before_the_first_step(tmp_path):
     assert not (tmp_path / "history.jsonl").exists()
 
 
+def test_a_generation_config_that_transformers_does_not_write_is_refused_before_the_first_step(tmp_path):
+    """A temperature without do_sample, as in some published models: an adapter's checkpoints do without the file."""
+    model = make_model()
+    model.generation_config.temperature = 0.6
+    with refuses(ValueError, "generation_config", "temperature", "export_run=False"):
+        make_trainer(tmp_path, model, deployment_scheme="fp8", export_run=True).train()
+
+
 # --- signatures
 
 

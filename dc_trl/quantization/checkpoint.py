@@ -51,7 +51,8 @@ class CheckpointWriter:
         processing_class: tokenizer or processor that goes with the model, or None.
 
     Raises:
-        ValueError: the scheme is unknown, no engine serves it, or it does not fit the model's layers.
+        ValueError: the scheme is unknown, no engine serves it, or it does not fit the model's layers; or transformers
+            does not write the model's generation_config.
     """
 
     def __init__(
@@ -66,6 +67,10 @@ class CheckpointWriter:
         self._model = empty_copy(policy)
         self._model.tie_weights()
         self._generation_config = base_model(policy).generation_config or GenerationConfig()
+        try:
+            self._generation_config.validate(strict=True)  # as transformers does when it writes one
+        except ValueError as error:
+            raise ValueError(f"model: its generation_config cannot be written: {error}") from error
         self._quantization = resolve_scheme(scheme, self._model)
         self._quantized = set(quantized_weights(self._model)) if self._quantization.weights is not None else set()
         for name in sorted(self._quantized):
