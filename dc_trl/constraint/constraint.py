@@ -136,7 +136,8 @@ class Constraint:
         metrics = batch_metrics(sums, multiplier, target, bool(self.restrictions))
         mean = mean_discrepancy(sums, target)
         if mean is None:
-            warnings.append(f"rollout_correction={settings.rollout_correction!r} masks all tokens: δ̄ of the batch is not known.")
+            correction = settings.rollout_correction
+            warnings.append(f"rollout_correction={correction!r} masks all tokens: δ̄ of the batch is not known.")
         if mode == "train":
             self._mean_discrepancy = mean
             warning = None if self.restrictions else drift_warning(settings, metrics, age, self._clips)
