@@ -198,6 +198,16 @@ def test_only_a_complete_checkpoint_is_taken(tmp_path):
     assert newest_checkpoint(tmp_path / "checkpoint-1") != before
 
 
+def test_the_reference_adapter_within_a_checkpoint_is_not_the_trained_one(tmp_path):
+    """TRL adds the adapter "ref" to a model that has one already, where `beta` is above 0."""
+    policy = get_peft_model(make_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    policy.add_adapter("ref", policy.peft_config["default"])
+    policy.save_pretrained(tmp_path / "checkpoint-4")
+    assert (tmp_path / "checkpoint-4" / "ref" / "adapter_model.safetensors").is_file()
+    assert newest_checkpoint(tmp_path).path == tmp_path / "checkpoint-4"
+    assert newest_checkpoint(tmp_path / "checkpoint-4" / "ref").path.name == "ref"  # where it is asked for
+
+
 def test_a_watch_that_cannot_begin_says_why(tmp_path, capsys):
     assert watch.main(options(tmp_path, "http://127.0.0.1:9")) == 2  # the port of "discard", where nothing listens
     assert "http://127.0.0.1:9" in capsys.readouterr().err

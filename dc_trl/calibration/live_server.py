@@ -58,6 +58,8 @@ def newest_checkpoint(directory: Path) -> Checkpoint | None:
     folders = {file.parent for name in _CONFIGS for file in directory.rglob(name)}
     # `dc-trl train` keeps the quantized policy beside the one that it trains, and writes it under a hidden name first.
     folders = {folder for folder in folders if not any(map(_PASSED_OVER.match, folder.relative_to(directory).parts))}
+    # TRL keeps the adapter that it began with within each checkpoint of the trained one, and writes it later.
+    folders = {folder for folder in folders if folder.name != "ref" or folder.parent not in folders}
     found = [checkpoint for folder in folders if (checkpoint := _complete(folder)) is not None]
     return max(found, key=lambda checkpoint: (checkpoint.written, checkpoint.step or 0), default=None)
 
