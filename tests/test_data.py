@@ -212,6 +212,14 @@ def test_files_that_cannot_be_read(tmp_path, name, content, words):
         load_rows(str(tmp_path / name))
 
 
+def test_a_file_whose_name_looks_like_a_pattern_is_read_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name in ("rows1.jsonl", "rows[1].jsonl", "[a] b?.jsonl"):
+        write_rows(tmp_path / name, [{"prompt": name}])
+    for name in ("rows[1].jsonl", "[a] b?.jsonl"):
+        assert load_rows(str(tmp_path / name))["prompt"][:] == [name]
+
+
 def test_a_reward_of_ones_own_gets_answers_that_no_grader_reads(tokenizer, tmp_path):
     path = tmp_path / "rows.jsonl"
     write_rows(path, [{"prompt": f"Name a {kind}.", "answer": kind} for kind in ("dog", "cat")])

@@ -1,5 +1,6 @@
 """Prompts and gold answers from any data set: a Hub id, a local file, or the built-in arithmetic."""
 
+import glob
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,8 @@ def load_rows(
         path = Path(name).expanduser()
         if path.suffix != ".parquet":
             read_text(path)  # refuses other encodings than UTF-8, which datasets would guess
-        source, options = READERS[path.suffix], {"data_files": str(path), "split": "train"}
+        # To datasets a path is a pattern: "rows[1].jsonl" would mean rows1.jsonl.
+        source, options = READERS[path.suffix], {"data_files": glob.escape(str(path)), "split": "train"}
     else:
         source, options = name, {"name": config, "split": split, "revision": revision}
     try:
