@@ -134,6 +134,8 @@ def _minerva(row: Row) -> MathProblem:
 
 def _olympiadbench(row: Row) -> MathProblem:
     answers = field_of(row, "final_answer")
+    if not isinstance(answers, list):  # one answer alone, as a file with columns has it
+        answers = [gold_answer(answers) or ""]
     context, question = row.get("context"), field_of(row, "question")
     # One tolerance for each of several answers: the schema has one, and the widest refuses none of them.
     tolerances = [float(tolerance) for tolerance in str(row.get("error") or 0).split(",")]
