@@ -37,6 +37,8 @@ def test_the_block_holds_nothing_private(monkeypatch):
         Result("server:fp8", "failed", 2.0, text, {"vLLM": text}),
     ]
     shown = block(results, {"packages": text}, text)
+    cut = block([Result("device", "failed", 1.0, f"{'x' * 290} open sesame 42")], {}, "")
+    assert "open" not in cut  # nor a part of a secret, where a long reason is cut
     private = ["alice", "/home/", "/Users/", "bob", "carol", "sesame", "hf_abc", "user:pass", "abcdef"]
     assert not [word for word in [*private, socket.gethostname()] if word in shown]
     assert shown.startswith("```text\n")

@@ -152,7 +152,8 @@ def publishable(text: str) -> str:
 
 def summary(result: Result) -> str:
     """Return in one publishable line how a check ended, why it failed, and what it found."""
-    parts = [result.reason[:300], *(f"{name} {value}" for name, value in result.found.items())]
+    # Cut last, because no rule knows the half of a secret.
+    parts = [publishable(result.reason)[:300], *(f"{name} {value}" for name, value in result.found.items())]
     return f"{result.name}: {result.status} in {result.seconds:.1f} s: {publishable('; '.join(filter(None, parts)))}"
 
 
