@@ -150,7 +150,7 @@ def test_the_shipped_model_is_as_good_as_its_card_says(tokenizer):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["overhead", "replica", "grading"])
+@pytest.mark.parametrize("what", ["overhead", "time", "replica", "grading"])
 def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     script = load_script("benchmark")
     arguments = ["--repetitions", "2", "--batch_size", "8", "--completion_length", "4", "--threads", "1"]
@@ -160,8 +160,9 @@ def test_the_benchmark_compares_what_it_says(what, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmark.py", what, *arguments])
     script.main()
     printed = capsys.readouterr().out
-    rows = [line for line in printed.splitlines() if re.search(r"\d\.\d+ – \d", line)]
-    assert len(rows) == {"overhead": 4 + len(script.METHODS), "replica": 1 + len(script.SCHEMES), "grading": 1}[what]
+    rows = [line for line in printed.splitlines() if re.search(r"\d\.\d+%? – -?\d", line)]
+    expected = {"overhead": 4 + len(script.METHODS), "time": 17, "replica": 1 + len(script.SCHEMES), "grading": 1}
+    assert len(rows) == expected[what]  # of `time` 8 parts on each route, and the old log-probs of one
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
