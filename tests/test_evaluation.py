@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dc_trl.command import call
+from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.evaluation import RESULTS_FILE, Benchmark, evaluate, tokenize_prompts
 from dc_trl.evaluation.opened import EvaluatedModel, fingerprint
 from dc_trl.evaluation.results import Evaluation, benchmark_result, compare, comparison_table, evaluation_table
@@ -170,6 +171,18 @@ def test_samples_of_another_evaluation_are_refused(replica, tokenizer, tmp_path)
     ):
         with refuses(ValueError, *words, "output"):
             run(engine, tmp_path, problems, **change)
+
+
+def test_problems_of_another_file_are_not_compared(replica, tokenizer, tmp_path):
+    """Their ids are the same: the benchmark's name and the row's number."""
+    evaluations = []
+    for number in (2, 2, 3):
+        benchmark = Benchmark("amc23", to_dataset("amc23", [MathProblem(f"{number}+{number}=?", f"{2 * number}")]), 1)
+        folder = tmp_path / str(len(evaluations))
+        evaluations.append(run(ReplicaEngine(replica, tokenizer), folder, [benchmark], sampling=Sampling(4)))
+    assert compare(*evaluations[:2])["amc23"].problems == 1
+    with refuses(ValueError, "'amc23'", "the same"):
+        compare(*evaluations[1:])
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):

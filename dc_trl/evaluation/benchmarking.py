@@ -141,7 +141,10 @@ def evaluate(
         for sample in stores[benchmark.name].samples.values()
         if sample.failure is not None and sample.sample < benchmark.samples
     )
-    evaluation = Evaluation(model, scheme, record, results, average, dict(failures))
+    rows = {
+        each.name: hashlib.sha256(json.dumps(each.rows.to_list()).encode()).hexdigest()[:16] for each in benchmarks
+    }
+    evaluation = Evaluation(model, scheme, record | {"problems": rows}, results, average, dict(failures))
     file = output_dir / RESULTS_FILE
     if file.is_file() and Evaluation.load(file).results.keys() - results.keys():
         logger.warning(f"{file} has other benchmarks and is kept as {set_aside([file])[file].name}.")
