@@ -16,9 +16,9 @@ import trl
 from datasets import Dataset
 from jinja2 import TemplateError
 
-from dc_trl.command.problems import DataArguments, load_data
+from dc_trl.command.problems import DataArguments, draw_prompts, load_data
 from dc_trl.data.arithmetic import Problem, arithmetic_dataset, arithmetic_problems, is_held_out
-from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows, unread_text
+from dc_trl.data.prompts import describe_counts, gold_answer, load_prompts, load_rows, tokenize, unread_text
 from dc_trl.data.sources import MathProblem, to_dataset
 from dc_trl.grading import GRADING_COLUMNS
 from dc_trl.grading.rewards import arithmetic_reward
@@ -114,6 +114,19 @@ def test_nested_columns_instruction_and_counts(tokenizer, rows):
         "2 of 6 rows kept, left out: 1 without prompt; 2 without a gold answer that can be parsed; "
         "1 with a prompt of more than 100 tokens"
     )
+
+
+def test_the_length_of_a_prompt_counts_what_the_template_adds_by_its_variables(tokenizer, tmp_path, monkeypatch):
+    """With `enable_thinking` off, Qwen3's template writes an empty thought behind the prompt."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
+    rows = [{"prompt": "1" * length, "answer": "5"} for length in range(1, 40)]
+    data = DataArguments(dataset_name=write_rows(tmp_path / "rows.jsonl", rows), max_prompt_length=70)
+    for variables in ({}, {"enable_thinking": False}):
+        prompts = load_data(data, tokenizer, 0, 0, variables)[0]["prompt"][:]
+        assert max(map(len, tokenize(prompts, tokenizer, **variables))) == 70
+        assert sorted(draw_prompts(data, tokenizer, 99, 0, variables), key=str) == sorted(prompts, key=str)
 
 
 def test_messages_reach_the_template_as_they_are(tokenizer, tmp_path):

@@ -67,7 +67,9 @@ def build_trainer(arguments: RunArguments, stack: ExitStack) -> tuple[DCGRPOTrai
     tokenizer.padding_side = "left"  # as TRL sets it where it loads the tokenizer itself
     prompts_per_step = args.generation_batch_size // args.num_generations
     steps = args.max_steps if args.max_steps > 0 else 1000
-    train_dataset, eval_dataset, line = load_data(data, tokenizer, args.seed, prompts_per_step * steps)
+    train_dataset, eval_dataset, line = load_data(
+        data, tokenizer, args.seed, prompts_per_step * steps, args.chat_template_kwargs
+    )
     PartialState().print(line)
     args.model_init_kwargs = {
         "revision": model.model_revision,

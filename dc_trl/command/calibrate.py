@@ -120,7 +120,7 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"output='{args.output}' holds a calibration: choose another --output, or --overwrite.")
     args.output.mkdir(parents=True, exist_ok=True)
     require_engines(engines, config)
-    prompts = draw_prompts(source, tokenizer, args.prompts, args.seed)
+    prompts = draw_prompts(source, tokenizer, args.prompts, args.seed, args.chat_template_kwargs)
     model = AutoModelForCausalLM.from_pretrained(args.model, revision=args.revision, dtype=dtype)
     calibration = calibrate(model, tokenizer, args.engine, prompts, **vars(settings))
     calibration.save(args.output / CALIBRATION_FILE)

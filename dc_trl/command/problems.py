@@ -2,8 +2,10 @@
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset
@@ -18,7 +20,11 @@ from .own_arguments import DataArguments
 
 
 def load_data(
-    data: DataArguments, tokenizer: PreTrainedTokenizerBase, seed: int, arithmetic_size: int
+    data: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    arithmetic_size: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Dataset, Dataset | None, str]:
     """Return training problems, held-out problems (None with `eval_size=0`), and a line about the rows.
 
@@ -26,6 +32,7 @@ def load_data(
         data, tokenizer: settings of the data, and the model's tokenizer.
         seed: seed of the held-out split and of the arithmetic problems.
         arithmetic_size: number of arithmetic problems for training.
+        chat_template_kwargs: variables of the chat template, by which the length of a prompt is counted.
     """
     if data.dataset_name is None:
         raise ValueError("dataset_name is not set: give a Hub id, a local file, or 'arithmetic'.")
@@ -49,7 +56,14 @@ def load_data(
         prompt_column, answer_column = data.prompt_column, data.answer_column
     graded = not REWARDS.keys().isdisjoint(data.rewards)
     problems, counts = load_prompts(
-        rows, tokenizer, prompt_column, answer_column, instruction, data.max_prompt_length, graded
+        rows,
+        tokenizer,
+        prompt_column,
+        answer_column,
+        instruction,
+        data.max_prompt_length,
+        graded,
+        chat_template_kwargs,
     )
     line = f"{data.dataset_name}: {describe_counts(counts)}"
     if data.eval_size == 0:
@@ -66,16 +80,23 @@ def load_data(
     return train, parts["test"], f"{line}; {len(parts['test'])} held out"
 
 
-def draw_prompts(data: DataArguments, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[Prompt]:
+def draw_prompts(
+    data: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    seed: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Prompt]:
     """Draw prompts at random from a data set, by default the built-in arithmetic; their answers may be anything.
 
     Args:
         data, tokenizer: settings of the data, and the model's tokenizer.
         count: number of prompts; if there are fewer, a line says so and all are returned.
         seed: seed of the draw and of the arithmetic problems.
+        chat_template_kwargs: see `load_data`.
     """
     ungraded = replace(data, dataset_name=data.dataset_name or "arithmetic", rewards=[])
-    every = load_data(ungraded, tokenizer, seed, count)[0]["prompt"][:]
+    every = load_data(ungraded, tokenizer, seed, count, chat_template_kwargs)[0]["prompt"][:]
     if len(every) < count:
         print(f"prompts={count}: there are {len(every)}, and all of them are taken", flush=True)
     return random.Random(seed).sample(every, min(count, len(every)))

@@ -78,6 +78,7 @@ def load_prompts(
     instruction: str | None = None,
     max_prompt_length: int | None = None,
     graded: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[Dataset, Counter[str]]:
     """Make prompts and gold answers as the trainer takes them; rows that cannot be used are counted and left out.
 
@@ -91,6 +92,7 @@ def load_prompts(
         max_prompt_length: in tokens, with the chat template; longer prompts are left out.
         graded: whether a reward of ours reads the answers: rows whose answer it cannot read are left out. Otherwise
             the answers are passed on as they are.
+        chat_template_kwargs: variables of the chat template, which may add tokens to a prompt.
 
     Returns:
         (data set with the columns `prompt` and `answer`, and the others of the rows, except for images; counts by
@@ -103,6 +105,7 @@ def load_prompts(
     # TRL would give images to the model, and everything else goes to the reward functions.
     # By the names of TRL's own arguments it could not give them a column.
     others = [name for name in rows.column_names if name not in _NOT_PASSED_ON]
+    variables = chat_template_kwargs or {}
     as_it_is = not graded and answer_column.split(".")[0] in rows.column_names
     kept: list[dict[str, Any]] = []
     for row in rows:
@@ -116,7 +119,7 @@ def load_prompts(
             counts["with the answer at the end of the prompt"] += 1
         elif graded and not is_gradable(Gold(answer or "", **compared)):
             counts["without a gold answer that can be parsed"] += 1
-        elif max_prompt_length is not None and len(tokenize([prompt], tokenizer)[0]) > max_prompt_length:
+        elif max_prompt_length is not None and len(tokenize([prompt], tokenizer, **variables)[0]) > max_prompt_length:
             counts[f"with a prompt of more than {max_prompt_length} tokens"] += 1
         else:
             kept.append({"prompt": prompt, "answer": answer, **{name: row[name] for name in others}})
