@@ -216,6 +216,11 @@ def test_a_watch_that_cannot_begin_says_why(tmp_path, capsys):
             assert watch.main(options(tmp_path, stub.url, f"--{option}", str(value))) == 2
             assert f"{option}={value!r}" in capsys.readouterr().err
         save(make_model(), tmp_path / "run" / "checkpoint-1")
+        words = options(tmp_path, stub.url, "--looks", "1")
+        write_rows(tmp_path / "prompts.jsonl", [{"prompt": PROMPTS[0], "answer": "1"}])
+        stub.completes = Policy(make_model())
+        assert watch.main(words) == 2
+        assert "has one prompt" in capsys.readouterr().err
         stub.completes = lambda body: {"choices": [{"index": 3}]}
         assert watch.main(options(tmp_path, stub.url, "--looks", "1")) == 2
         assert stub.url in capsys.readouterr().err

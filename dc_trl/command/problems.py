@@ -94,9 +94,14 @@ def draw_prompts(
         count: number of prompts; if there are fewer, a line says so and all are returned.
         seed: seed of the draw and of the arithmetic problems.
         chat_template_kwargs: see `load_data`.
+
+    Raises:
+        ValueError: there is one prompt alone, by which no spread over prompts can be known.
     """
     ungraded = replace(data, dataset_name=data.dataset_name or "arithmetic", rewards=[])
     every = load_data(ungraded, tokenizer, seed, count, chat_template_kwargs)[0]["prompt"][:]
+    if len(every) < 2:
+        raise ValueError(f"dataset_name={data.dataset_name!r} has one prompt, and a spread needs at least two.")
     if len(every) < count:
         print(f"prompts={count}: there are {len(every)}, and all of them are taken", flush=True)
     return random.Random(seed).sample(every, min(count, len(every)))
