@@ -115,6 +115,10 @@ def test_what_is_not_known_is_noted():
     found = measure("fp8", rollouts, train, batch_prompts=2)
     assert math.isnan(found.estimates["discrepancy"].value)
     assert any("weights of this model" in note for note in found.notes)
+    rollouts, train = random_rollouts()  # of which some are cut off at nine tokens
+    for most, is_noted in ((9, False), (64, True)):
+        notes = measure("fp8", rollouts, train, batch_prompts=2, max_tokens=most).notes
+        assert any("cut off at 9 tokens" in note for note in notes) == is_noted
 
 
 def test_tolerance_by_hand():

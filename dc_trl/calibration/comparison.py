@@ -91,6 +91,12 @@ def measure_engine(
     notes = []
     if prompts < (least := max(_FEW_PROMPTS, settings.batch_prompts)):
         notes.append(f"{prompts} prompts are few: the 95 % intervals are too narrow; use {least} or more.")
+    cut = min((len(rollout.ids) for rollout in rollouts if rollout.truncated), default=settings.max_tokens)
+    if cut < settings.max_tokens:
+        notes.append(
+            f"Completions were cut off at {cut} tokens, and not at max_tokens={settings.max_tokens}, for which the "
+            "context of the engine or of the model has no room: longer ones have another δ̄."
+        )
     if pearson is not None and not pearson >= _SAME_WEIGHTS:
         notes.append(
             f"The probabilities of both sides correlate by {pearson:.2f} only: does {sample.engine} run the weights "
