@@ -274,7 +274,7 @@ class LostServer:
 def test_a_lost_server_leaves_a_checkpoint_of_the_last_step(tmp_path, step):
     trainer = make_trainer(tmp_path, rollouts=LostServer(step), save_steps=500, max_steps=2)
     trainer.add_callback(HistoryCallback())
-    way_back = r"The run is saved: .*checkpoint-1'" if step else "No step had ended"
+    way_back = r"The run is saved: .*trainer\.train\(.*checkpoint-1'\)" if step else "No step had ended"
     with pytest.raises(ServerError, match=rf"^the server is gone\. {way_back}"):
         trainer.train()
     resumed = make_trainer(tmp_path, max_steps=2)

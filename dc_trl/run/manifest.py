@@ -139,7 +139,8 @@ def way_back(output_dir: str, step: int) -> str:
         if checkpoint_defect(folder, contents=False) is None:
             command = f"the same command with --output_dir {shlex.quote(output_dir)} --resume_from_checkpoint true"
             up_to = "" if saved == step else f" up to step {saved}"
-            return f"The run is saved{up_to}: go on with resume_from_checkpoint={str(folder)!r}, or {command}."
+            call = f"trainer.train(resume_from_checkpoint={str(folder)!r})"
+            return f"The run is saved{up_to}: go on with {call}, or in dc-trl train with {command}."
     lost = "No step had ended, so nothing is lost" if step == 0 else "There is no checkpoint"
     return f"{lost}: the same command begins again."
 
