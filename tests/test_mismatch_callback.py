@@ -57,5 +57,5 @@ def test_a_batch_that_trl_has_not_scored_says_how_it_would_be(tmp_path):
 def test_an_engine_without_log_probabilities_says_which_have_them(tmp_path):
     trainer = stock_trainer(tmp_path)
     trainer.rollout_func = lambda prompts, trainer: Rollouts()(prompts, trainer) | {"logprobs": None}
-    with refuses(ValueError, "use_vllm"):
+    with refuses(ValueError, "use_vllm", "deployment_scheme"):
         trainer.train()

@@ -61,7 +61,8 @@ def _tokens_of(batch: dict[str, Any]) -> SampledTokens:
     if infer is None:
         raise ValueError(
             "the rollouts have no log-probabilities of the sampled tokens (model.generate has none): set "
-            "use_vllm=True, return `logprobs` from rollout_func, or use DCGRPOTrainer, whose replica has them."
+            "use_vllm=True, return `logprobs` from rollout_func, or use DCGRPOTrainer with a deployment_scheme, whose "
+            "replica has them."
         )
     if train is None:
         raise ValueError(
