@@ -122,10 +122,10 @@ def test_the_length_of_a_prompt_counts_what_the_template_adds_by_its_variables(t
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
     rows = [{"prompt": "1" * length, "answer": "5"} for length in range(1, 40)]
-    data = DataArguments(dataset_name=write_rows(tmp_path / "rows.jsonl", rows), max_prompt_length=70)
+    data = DataArguments(dataset_name=write_rows(tmp_path / "rows.jsonl", rows), max_prompt_length=80)
     for variables in ({}, {"enable_thinking": False}):
         prompts = load_data(data, tokenizer, 0, 0, variables)[0]["prompt"][:]
-        assert max(map(len, tokenize(prompts, tokenizer, **variables))) == 70
+        assert max(map(len, tokenize(prompts, tokenizer, **variables))) == 80
         assert sorted(draw_prompts(data, tokenizer, 99, 0, variables), key=str) == sorted(prompts, key=str)
 
 
