@@ -730,9 +730,12 @@ def test_the_page_of_the_real_model_is_what_its_raw_lines_say():
     of_lags = SWEEPS.with_name("real_lag")
     (found,) = lines_of_sweeps(load_study(of_lags, ["map"]), read_lines(of_lags / "lines.jsonl"))
     assert markdown_table(*panels_table(found)) in page
-    (found,) = lines_of_sweeps(load_study(of_lags, ["remedies"], range(51, 56)), read_lines(of_lags / "lines.jsonl"))
+    (found,) = lines_of_sweeps(load_study(of_lags, ["remedies"]), read_lines(of_lags / "lines.jsonl"))
     head, rows = found.table()
     shown = ["variant", "greedy, %", "difference, points", "last one, %", "sampled, %", "late reward, %", "entropy"]
+    assert markdown_table(shown, [[row[head.index(name)] for name in shown] for row in rows]) in page
+    head, rows = pairs_table([found])
+    shown = ["first", "second", "difference, points", "95 % interval", "p (sign flips)", "p (sign flips, corrected)"]
     assert markdown_table(shown, [[row[head.index(name)] for name in shown] for row in rows]) in page
     stated = [int(count) for count in re.findall(r"^\| (?!\|).* \| (\d) \|$", page, re.M)]
     assert sorted(stated) == sorted([*leave.values(), leave["{}"]])  # GRPO in step stands in both tables
